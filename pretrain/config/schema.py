@@ -1,0 +1,349 @@
+"""Every section of a run's configuration. One dataclass per section; each field says its unit and what null means.
+
+Stdlib only: a configuration is checked before torch is imported. `__post_init__` checks a section by itself,
+`pretrain.config.validate` what sections must agree on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pretrain.config.model import ModelConfig, require
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """Where the run lives."""
+
+    name: str = "run"
+    """Folder of the run below `dir`."""
+    dir: str = "runs"
+    resume: Literal["auto", "never", "step"] = "auto"
+    """auto: from the newest complete checkpoint of the run's folder, else from step 0; never: refuse a folder that
+    holds checkpoints; step: exactly `resume_step`."""
+    resume_step: int | None = None
+    override: bool = False
+    """On resume, let optimizer, schedule and loss settings differ from the saved run's (old and new are logged)."""
+
+    def __post_init__(self) -> None:
+        plain = self.name not in ("", ".", "..") and "/" not in self.name
+        require(plain, "run.name", self.name, "a folder name without slashes")
+        if self.resume == "step":
+            require(self.resume_step is not None, "run.resume_step", None, "a step, since run.resume=step")
+
+
+@dataclass(kw_only=True)
+class SourceConfig:
+    """One data set of a mixture, written by data_prep/build_shards.py."""
+
+    path: str = "???"
+    """Local folder (manifest.json, tokenizer/, train/, validation/), or the cache folder of `remote`."""
+    remote: str | None = None
+    """s3://, gs://, ... where the shards come from. null: they are in `path`."""
+    weight: float = 1.0
+    """Share of the rows, relative to the other sources'."""
+
+    def __post_init__(self) -> None:
+        require(self.weight > 0, "data.sources.weight", self.weight, "> 0")
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Tokens in: fixed-length rows from MDS shards."""
+
+    path: str | None = None
+    """Folder of the only source. null: `sources` lists them."""
+    sources: list[SourceConfig] = field(default_factory=list)
+    shuffle: bool = True
+    shuffle_seed: int | None = None
+    """null: train.seed."""
+    shuffle_block_rows: int = 262_144
+    """Rows among which the shuffle mixes shards (streaming's shuffle_block_size)."""
+    canonical_nodes: int = 1
+    """Fixes the order for any number of nodes; a multiple or divisor of the node count keeps downloads node-local."""
+    num_workers: int = 2
+    """Loader processes per rank. 0: read in the training process."""
+    prefetch_factor: int = 2
+    """Batches that each worker holds ready."""
+    cache_limit_bytes: int | None = None
+    """Bound of the local cache of remote shards. null: none."""
+    predownload_rows: int | None = None
+    """Rows each worker downloads ahead. null: 8 of its batches."""
+    mask_document_boundaries: bool = False
+    """Attention stays within a document, and positions count from its start."""
+
+    def __post_init__(self) -> None:
+        require(self.num_workers >= 0, "data.num_workers", self.num_workers, "an integer >= 0")
+        require(self.canonical_nodes >= 1, "data.canonical_nodes", self.canonical_nodes, "an integer >= 1")
+        if self.path is not None:
+            require(not self.sources, "data.path", self.path, "null where data.sources is given: use one of the two")
+
+    @property
+    def all_sources(self) -> list[SourceConfig]:
+        """The mixture; one source for `path`."""
+        return [SourceConfig(path=self.path)] if self.path is not None else self.sources
+
+
+@dataclass(kw_only=True)
+class LossConfig:
+    """What is minimised. Weights of 0 switch a term off."""
+
+    objective: Literal["terminal", "per_loop", "last_third"] = "terminal"
+    """Cross entropy of the last loop; mean over a row's gradient loops; over the last third of them (FLT's FEW)."""
+    norm_penalty: float = 0.0
+    """lambda of lambda * mean_t mean(h_t^2) over a row's gradient loops (blind-spot paper: 0.01)."""
+    scale_anchor: float = 0.0
+    """Weight of mean_t mean((rms(h_t) - scale_target)^2)."""
+    scale_target: float = 1.0
+    z_loss: float = 0.0
+    """Weight of mean(logsumexp(logits)^2)."""
+    label_smoothing: float = 0.0
+    chunk_tokens: int = 2_048
+    """Tokens whose logits exist at a time."""
+
+    def __post_init__(self) -> None:
+        for key in ("norm_penalty", "scale_anchor", "z_loss"):
+            require(getattr(self, key) >= 0, f"loss.{key}", getattr(self, key), "a number >= 0")
+        require(0 <= self.label_smoothing < 1, "loss.label_smoothing", self.label_smoothing, "a number in [0, 1)")
+        require(self.chunk_tokens >= 1, "loss.chunk_tokens", self.chunk_tokens, "an integer >= 1")
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW alone, or Muon for the layers' matrices and AdamW for the rest."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = 8e-3
+    """Peak learning rate of AdamW's parameters."""
+    betas: tuple[float, float] = (0.8, 0.95)
+    eps: float = 1e-10
+    weight_decay: float = 0.0
+    """AdamW's, on matrices outside embeddings, injection and C."""
+    clip_norm: float | None = 1.0
+    """Bound of the gradient norm; with Muon it acts on AdamW's parameters only. null: no clipping."""
+    muon_lr: float = 8e-3
+    muon_momentum: float = 0.95
+    muon_momentum_start: float = 0.85
+    muon_momentum_warmup_steps: int = 300
+    muon_steps: int = 5
+    """Polar-express iterations."""
+    muon_weight_decay: float = 0.2
+    """Decayed linearly to 0 over the run; applied where update and weight agree in sign."""
+
+    def __post_init__(self) -> None:
+        for key in ("lr", "muon_lr", "eps"):
+            require(getattr(self, key) > 0, f"optimizer.{key}", getattr(self, key), "> 0")
+        for beta in self.betas:
+            require(0 <= beta < 1, "optimizer.betas", self.betas, "two numbers in [0, 1)")
+        require(
+            self.clip_norm is None or self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "> 0, or null"
+        )
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig:
+    """Learning rate as a function of the step, relative to its peak."""
+
+    name: Literal["constant", "trapezoid", "cosine"] = "trapezoid"
+    """constant; trapezoid: flat, then linear over the last `decay_fraction` (WSD); cosine."""
+    warmup_steps: int = 0
+    decay_fraction: float = 0.5
+    """Share of the steps in which trapezoid decays."""
+    min_lr_ratio: float = 0.0
+    """Final over peak learning rate."""
+
+    def __post_init__(self) -> None:
+        require(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "an integer >= 0")
+        require(0 <= self.decay_fraction <= 1, "schedule.decay_fraction", self.decay_fraction, "in [0, 1]")
+        require(0 <= self.min_lr_ratio <= 1, "schedule.min_lr_ratio", self.min_lr_ratio, "in [0, 1]")
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """Length, batch and numerics of training."""
+
+    max_steps: int | None = None
+    """End of the schedule in steps. null: from max_tokens."""
+    max_tokens: int | None = None
+    """End of the schedule in tokens, rounded up to whole steps. null: from max_steps."""
+    stop_step: int | None = None
+    """End the process after this step without moving the schedule. null: at the schedule's end."""
+    global_batch_size: int = 256
+    """Rows per optimizer step over all ranks."""
+    micro_batch_size: int = 8
+    """Rows per forward and backward of one rank."""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """Compute type of the matrix products. Parameters, gradients and optimizer state are fp32 in both."""
+    seed: int = 0
+    deterministic: bool = False
+    """Refuse kernels whose result varies from run to run (slower on CUDA)."""
+    compile: bool = False
+    """torch.compile of the layers, with the loop outside."""
+    activation_checkpointing: Literal["none", "loop", "layer", "every_k_loops", "reentrant"] = "loop"
+    """What is recomputed in backward (gradient loops): nothing; each loop; each layer; groups of
+    `checkpoint_every_loops` loops. Only non-reentrant checkpointing is exact with looped weights; `reentrant` is
+    known here so that the message can say so."""
+    checkpoint_every_loops: int = 2
+    """Loops per group of activation_checkpointing=every_k_loops."""
+    skip_steps: list[int] = field(default_factory=list)
+    """Steps whose batch is read and not trained on."""
+    max_hours: float | None = None
+    """Wall-clock budget after which the run saves and stops. null: none."""
+    max_skipped_in_a_row: int = 5
+    """Non-finite steps in a row that end the run."""
+
+    def __post_init__(self) -> None:
+        for key in ("max_steps", "max_tokens", "stop_step", "global_batch_size", "micro_batch_size"):
+            value = getattr(self, key)
+            require(value is None or value >= 1, f"train.{key}", value, "an integer >= 1")
+        given = (self.max_steps is not None) + (self.max_tokens is not None)
+        require(
+            given == 1, "train.max_steps", self.max_steps,
+            f"exactly one of train.max_steps and train.max_tokens (max_tokens={self.max_tokens})",
+        )  # fmt: skip
+        require(
+            self.activation_checkpointing != "reentrant", "train.activation_checkpointing", "reentrant",
+            "none, loop, layer or every_k_loops (all non-reentrant): reentrant checkpointing of a block that is used "
+            "several times gives wrong weights under ZeRO",
+        )  # fmt: skip
+        require(
+            self.checkpoint_every_loops >= 1, "train.checkpoint_every_loops", self.checkpoint_every_loops,
+            "an integer >= 1",
+        )  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """World size = tensor x pipeline x data; the data size follows from the number of processes."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    sequence_parallel: bool = False
+    """Shard the sequence between the matrix products of tensor-parallel layers."""
+    timeout_sec: float = 1_800.0
+    """Bound of a collective."""
+
+    def __post_init__(self) -> None:
+        for key in ("tensor", "pipeline"):
+            require(getattr(self, key) >= 1, f"parallel.{key}", getattr(self, key), "an integer >= 1")
+        require(
+            self.tensor > 1 or not self.sequence_parallel, "parallel.sequence_parallel", True,
+            f"false, or parallel.tensor > 1 (it is {self.tensor})",
+        )  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class ZeroConfig:
+    """DeepSpeed ZeRO over the data-parallel group."""
+
+    stage: int = 1
+    """1: optimizer state is sharded; 2: gradients too; 3: parameters too. 0 is run as 1, with a warning."""
+    overlap_comm: bool = False
+    """Reduce gradients during backward (stages 2 and 3, CUDA)."""
+    bucket_elements: int = 200_000_000
+    """Gradient elements per reduction."""
+
+    def __post_init__(self) -> None:
+        require(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "0, 1, 2 or 3")
+
+
+@dataclass(kw_only=True)
+class ValidationConfig:
+    """Loss on the validation split at several loop counts, from one pass over each batch."""
+
+    every_steps: int | None = 1_000
+    """null: only at the end. 0 is refused."""
+    rows: int = 512
+    """Rows of the validation split that are read, from its start."""
+    num_loops: list[int] = field(default_factory=list)
+    """Loop counts to report. Empty: 1, 2, 4 and mu."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.every_steps is None or self.every_steps >= 1, "validation.every_steps", self.every_steps,
+            "an integer >= 1, or null for the end only",
+        )  # fmt: skip
+        require(self.rows >= 1, "validation.rows", self.rows, "an integer >= 1")
+        require(all(t >= 1 for t in self.num_loops), "validation.num_loops", self.num_loops, "integers >= 1")
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Layout-independent checkpoints of weights, optimizer state and the run's position."""
+
+    every_steps: int | None = 1_000
+    """null: only at the end (and on a signal)."""
+    keep_last: int = 3
+    """Newest checkpoints to keep."""
+    keep_every_steps: int | None = None
+    """Checkpoints at multiples of it are kept for ever. null: none."""
+    background: bool = False
+    """Write while training goes on."""
+    initial_weights: str | None = None
+    """Folder of a checkpoint whose weights start this run at step 0. null: random weights."""
+
+    def __post_init__(self) -> None:
+        for key in ("every_steps", "keep_every_steps"):
+            value = getattr(self, key)
+            require(value is None or value >= 1, f"checkpoint.{key}", value, "an integer >= 1, or null")
+        require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "an integer >= 1")
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """Console, metrics.jsonl, wandb, profiler."""
+
+    every_steps: int = 10
+    """Console lines; metrics.jsonl has a row for every step."""
+    progress_bar: bool = True
+    """On a terminal."""
+    wandb: Literal["offline", "online", "disabled"] | None = None
+    """null: WANDB_MODE, or offline."""
+    wandb_project: str = "looped-pretrain"
+    profile_steps: list[int] = field(default_factory=list)
+    """[first, last] step of a torch.profiler trace in the run's folder. Empty: none."""
+
+    def __post_init__(self) -> None:
+        require(self.every_steps >= 1, "logging.every_steps", self.every_steps, "an integer >= 1")
+        steps = self.profile_steps
+        require(
+            not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1]), "logging.profile_steps", steps,
+            "[first, last] with 1 <= first <= last, or an empty list",
+        )  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Config:
+    """The whole configuration of a run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=lambda: TrainConfig(max_steps=1_000))
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Trained positions of one optimizer step."""
+        return self.train.global_batch_size * self.model.context_length
+
+    @property
+    def total_steps(self) -> int:
+        """End of the schedule in steps."""
+        if self.train.max_steps is not None:
+            return self.train.max_steps
+        assert self.train.max_tokens is not None
+        return -(-self.train.max_tokens // self.tokens_per_step)
+
+    @property
+    def last_step(self) -> int:
+        """The step after which this process ends."""
+        return min(self.total_steps, self.train.stop_step or self.total_steps)
