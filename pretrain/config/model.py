@@ -49,6 +49,8 @@ class RecurrenceConfig:
     state_init: Literal["like_init", "input", "zero", "normal", "embed", "unit"] = "like_init"
     """h_0. like_init: truncated normal with the embedding's std, cut at 3 std; input: e; normal: N(0, 1);
     embed: N(0, 1) / sqrt(d); unit: N(0, 1) standardised over the width."""
+    state_seed: int = 0
+    """Seed of h_0 in evaluation, where it depends on (state_seed, position, channel) alone."""
     output_projection: bool = True
     """The matrix C between the last state and the coda. Needed where the core's width differs."""
     readout: Literal["norm", "raw", "final_norm"] = "norm"

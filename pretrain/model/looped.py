@@ -1,0 +1,445 @@
+"""The looped language model.
+
+    x   = embed(tokens)                       h_0 = initial state
+    e   = prelude(x), normalised if set       h_t = core(inject(h_{t-1}, e)),  t = 1..T
+    y   = coda(C h_T);  logits = head(Norm(y))
+
+Rows of a training batch come in descending order of their loop counts, so the rows that a loop still needs are a
+prefix: a row with fewer loops joins late, and all rows end together. Exact: a row sees exactly its own T updates.
+
+Shapes: B rows, b active rows (a prefix), S sequence, s local share, D width, d_h core width, V vocabulary, T loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pretrain.config.model import ModelConfig
+from pretrain.config.schema import LossConfig
+from pretrain.model.attention_mask import Context, Segments, make_context
+from pretrain.model.cache import LoopCache
+from pretrain.model.injection import Drive, Injection
+from pretrain.model.layers import Layer, Linear, Part, RMSNorm, mark
+from pretrain.model.loss import (
+    HeadSettings,
+    HeadSums,
+    Totals,
+    head_logits,
+    head_sums,
+    loop_weights,
+    state_penalty,
+    token_losses,
+)
+from pretrain.model.ops import TensorOps
+from pretrain.model.state import StateKey, initial_state
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The part of the model that one pipeline rank holds; by default all of it."""
+
+    first: bool = True
+    last: bool = True
+    core_layers: range | None = None
+
+
+class MicroBatch(NamedTuple):
+    """Rows of one forward, in descending order of loop counts."""
+
+    tokens: Tensor
+    """int64 [B, S]"""
+    labels: Tensor
+    """int64 [B, S], next tokens; below 0 where no loss counts."""
+    rows: Tensor
+    """int64 [B]: each row's position in the global batch."""
+    document_ids: Tensor | None = None
+    """int64 [B, S] where attention keeps within documents."""
+    positions: Tensor | None = None
+    """int64 [B, S]: positions within documents."""
+    segments: Segments | None = None
+    """Host-side form of document_ids."""
+
+
+class Loops(NamedTuple):
+    """How many rows are active in each loop (prefixes, never shrinking); the rest is decided by the row order."""
+
+    no_grad: tuple[int, ...]
+    grad: tuple[int, ...]
+    grad_loops: tuple[int, ...]
+    """Gradient loops of each row [B]."""
+    token_no_grad: Tensor | None = None
+    """Per-token depths int64 [B, S] (n and k of each token); rows then run to their deepest token."""
+    token_grad: Tensor | None = None
+
+
+class LossOutput(NamedTuple):
+    """loss: this rank's share of the global loss, to call backward on. metrics: detached shares, to be summed."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+class LoopInputs(NamedTuple):
+    """What all loops of a forward share."""
+
+    drive: Drive
+    ctx: Context
+    values: tuple[Tensor | None, ...]
+    """Looked-up value embeddings of the core layers, [B, S, K, C] each."""
+
+    def rows(self, count: int) -> LoopInputs:
+        """Of the first `count` rows."""
+        drive = Drive(self.drive.drive[:count], self.drive.decay)
+        return LoopInputs(drive, self.ctx.rows(count), tuple(v if v is None else v[:count] for v in self.values))
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions: [1 or B, s] -> [1 or B, s, D]."""
+
+    def __init__(self, cfg: ModelConfig, ops: TensorOps) -> None:
+        super().__init__()
+        self.weight = mark(nn.Parameter(torch.empty(cfg.context_length, cfg.width)), ops)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return nn.functional.embedding(positions, self.weight)
+
+
+class TokenEmbedding(nn.Module):
+    """The vocabulary-sharded table: tokens [B, S] -> [B, s, D]."""
+
+    def __init__(self, cfg: ModelConfig, ops: TensorOps) -> None:
+        super().__init__()
+        self.ops = ops
+        self.weight = mark(nn.Parameter(torch.empty(cfg.padded_vocab_size // ops.size, cfg.width)), ops, 0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.ops.embed(tokens, self.weight)
+
+
+class LoopedLM(nn.Module):
+    """One model for every family (pretrain/config/families.py).
+
+    `stage` restricts it to the part of one pipeline rank; names of parameters are the same in every layout.
+    """
+
+    def __init__(self, cfg: ModelConfig, ops: TensorOps | None = None, stage: Stage | None = None) -> None:
+        super().__init__()
+        self.cfg, self.ops, self.stage = cfg, ops or TensorOps(), stage or Stage()
+        self.checkpointing, self.loops_per_checkpoint = "none", 1
+        self.compute_dtype = torch.float32
+        recurrence, ops, stage = cfg.recurrence, self.ops, self.stage
+        self.embedding = TokenEmbedding(cfg, ops) if stage.first or (stage.last and cfg.tie_embeddings) else None
+        learned = stage.first and cfg.positions == "learned"
+        self.position_embedding = PositionEmbedding(cfg, ops) if learned else None
+        self.prelude = self._layers("prelude", range(cfg.prelude_layers if stage.first else 0))
+        self.prelude_norm = RMSNorm(cfg.width, cfg, ops) if stage.first and recurrence.prelude_norm else nn.Identity()
+        self.injection = Injection(cfg, ops) if stage.first else None
+        core = range(cfg.core_layers) if stage.core_layers is None else stage.core_layers
+        self.core = self._layers("core", core)
+        needs_projection = stage.last and recurrence.output_projection
+        self.output_projection = Linear(cfg.width_of("core"), cfg.width, ops) if needs_projection else nn.Identity()
+        self.coda = self._layers("coda", range(cfg.coda_layers if stage.last else 0))
+        has_norm = stage.last and (recurrence.readout != "raw" or cfg.norm_before_coda)
+        self.final_norm = RMSNorm(cfg.width, cfg, ops) if has_norm else None
+        untied = stage.last and not cfg.tie_embeddings
+        self.head = Linear(cfg.width, cfg.padded_vocab_size, ops, 0) if untied else None
+        self.dropout = nn.Dropout(cfg.dropout)
+        self._core_step: Callable[..., Tensor] = self.core_step
+
+    def _layers(self, part: Part, indices: range) -> nn.ModuleDict:
+        return nn.ModuleDict({str(i): Layer(self.cfg, part, i, self.ops) for i in indices})
+
+    # ---------------------------------------------------------------------------------------------- parts of a forward
+
+    @property
+    def needs_first(self) -> bool:
+        """Whether a row's first loop differs from later ones."""
+        recurrence = self.cfg.recurrence
+        return recurrence.feedback != "none" or recurrence.interloop_norm
+
+    def look_up_values(self, part: Part, tokens: Tensor) -> tuple[Tensor | None, ...]:
+        """Value embeddings of each layer of `part`: [B, S, K, C] in the compute type, or None."""
+        tables = [layer.attention.value_table for layer in getattr(self, part).values()]
+        return tuple(t if t is None else t(tokens).to(self.compute_dtype) for t in tables)
+
+    def run_layers(
+        self,
+        part: Part,
+        x: Tensor,
+        ctx: Context,
+        values: Sequence[Tensor | None],
+        feedback: Tensor | None = None,
+        first: Tensor | None = None,
+        cache: LoopCache | None = None,
+        loop: int = 0,
+    ) -> Tensor:
+        """x [B, s, D] through the layers of `part`."""
+        for (name, layer), value in zip(getattr(self, part).items(), values, strict=True):
+            slot = None if cache is None else cache.slot(part, int(name), loop)
+            args = (x, ctx, value, feedback, first, slot)
+            if self.checkpointing == "layer" and torch.is_grad_enabled():
+                x = self._checkpoint(layer, *args)
+            else:
+                x = layer(*args)
+        return x
+
+    def _checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+        # Only dropout draws inside; saving the generators costs a device synchronisation per call.
+        draws = self.cfg.dropout > 0
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws)
+
+    def encode(self, tokens: Tensor, ctx: Context, positions: Tensor, cache: LoopCache | None = None) -> Tensor:
+        """e [B, s, D] in the compute type: embedding, prelude and its norm."""
+        x = self.embedding(tokens)
+        if self.cfg.scale_embeddings:
+            x = x * self.cfg.width**0.5
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(positions)
+        x = self.dropout(x.to(self.compute_dtype))
+        x = self.run_layers("prelude", x, ctx, self.look_up_values("prelude", tokens), cache=cache)
+        return self.prelude_norm(x)
+
+    def core_step(
+        self, h: Tensor, inputs: LoopInputs, first: Tensor | None, cache: LoopCache | None = None, loop: int = 0
+    ) -> Tensor:
+        """One loop: h [b, s, d_h] -> h of the next loop. `first` [b, 1 or s, 1] marks rows in their first loop."""
+        u, feedback = self.injection(h, inputs.drive, first)
+        fed = feedback if self.cfg.recurrence.feedback != "none" else None
+        return self.run_layers("core", u, inputs.ctx, inputs.values, fed, first, cache, loop)
+
+    def decode(
+        self, h: Tensor, ctx: Context, values: Sequence[Tensor | None], cache: LoopCache | None = None, last: bool = True
+    ) -> Tensor:
+        """State h [B, s, d_h] -> the head's input [B, S, D]: C, coda, and the readout's norm."""
+        y = self.output_projection(h)
+        if self.cfg.norm_before_coda:
+            y = self.final_norm(y)
+        y = self.run_layers("coda", y, ctx, values, cache=cache)
+        readout = self.cfg.recurrence.readout
+        if readout == "norm" or (readout == "final_norm" and last):
+            y = self.final_norm(y)
+        return y
+
+    def head_settings(self, cfg: LossConfig | None = None) -> HeadSettings:
+        """How hidden states become token losses; without `cfg` the plain cross entropy."""
+        cfg = cfg or LossConfig()
+        return HeadSettings(
+            self.cfg.vocab_size, self.cfg.logit_softcap, cfg.z_loss, cfg.label_smoothing, cfg.chunk_tokens
+        )
+
+    @property
+    def head_weight(self) -> Tensor:
+        """This rank's vocabulary rows of the output matrix, [V, D]."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    # --------------------------------------------------------------------------------------------------------- training
+
+    def forward(
+        self, batch: MicroBatch, loops: Loops, key: StateKey, loss_cfg: LossConfig, totals: Totals
+    ) -> LossOutput:
+        """This micro-batch's share of the training loss, with truncated backpropagation through the loops."""
+        tokens = batch.tokens
+        places = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        positions = places if batch.positions is None else batch.positions
+        ctx = make_context(
+            self.cfg, tokens.shape[1], tokens.device, self.compute_dtype,
+            positions=positions, document_ids=batch.document_ids, segments=batch.segments,
+        )  # fmt: skip
+        local = self.ops.local_sequence(tokens.shape[1])
+        e = self.encode(tokens, ctx, positions[:, local])
+        h_0 = initial_state(self.cfg, e, key, places[:, local])
+        inputs = LoopInputs(self.injection.input(e), ctx, self.look_up_values("core", tokens))
+        objective = Objective(self, batch, loops, loss_cfg, totals, ctx, self.look_up_values("coda", tokens))
+        for loop, state in enumerate(self.run_loops(h_0, inputs, loops, objective)):
+            objective.add(loop, state)
+        return objective.output()
+
+    def run_loops(
+        self, h_0: Tensor, inputs: LoopInputs, loops: Loops, objective: Objective | None = None
+    ) -> Iterator[Tensor]:
+        """Yields the state [b, s, d_h] after each gradient loop; the loops before run without gradient.
+
+        The state is detached where the gradient loops begin, in its both uses (injection and feedback). A loop with
+        no active row still runs one, whose result is thrown away (ranks that share collectives keep in step).
+        """
+        state = h_0[:0]
+        with torch.no_grad():
+            for loop, count in enumerate(loops.no_grad):
+                state = self._loop(state, h_0, inputs, count, loops, loop, grad=False)
+        state = state.detach()
+        group = {"loop": 1, "every_k_loops": self.loops_per_checkpoint}.get(self.checkpointing)
+        size = group or len(loops.grad)
+        for start in range(0, len(loops.grad), size):
+            part = range(start, min(start + size, len(loops.grad)))
+
+            def segment(state: Tensor, part: range = part) -> tuple[Tensor, ...]:
+                states = []
+                for loop in part:
+                    state = self._loop(state, h_0, inputs, loops.grad[loop], loops, loop, grad=True)
+                    states.append(state)
+                return tuple(states)
+
+            states = self._checkpoint(segment, state) if group and torch.is_grad_enabled() else segment(state)
+            yield from states
+            state = states[-1]
+
+    def _loop(
+        self, state: Tensor, h_0: Tensor, inputs: LoopInputs, count: int, loops: Loops, loop: int, grad: bool
+    ) -> Tensor:
+        """One loop over the first `count` rows, of which those beyond the state's join now with their h_0."""
+        if count == 0:
+            idle = self._core_step(h_0[:1], inputs.rows(1), self._first(h_0, 0, 1))
+            # Weight 0, but part of the graph, so that no parameter misses its gradient.
+            return torch.cat((state, (0 * idle)[:0])) if not grad else h_0[:0] + 0 * idle.sum()
+        joined = state.shape[0]
+        h = torch.cat((state, h_0[joined:count])) if count > joined else state
+        tokens = loops.token_grad if grad else loops.token_no_grad
+        if tokens is None:
+            return self._core_step(h, inputs.rows(count), self._first(h, joined, count))
+        # Per-token depths: a token waits with its last state (h_0 before its first update), serving keys and values
+        # from it, and joins so late that all tokens end together.
+        waiting = len(loops.grad if grad else loops.no_grad) - tokens[:count, :, None] > loop
+        done = loops.token_no_grad[:count, :, None] if grad else torch.zeros_like(tokens[:count, :, None])
+        index = loop - (len(loops.grad if grad else loops.no_grad) - tokens[:count, :, None])
+        first = (index == 0) & (done == 0)
+        return torch.where(waiting, h, self._core_step(h, inputs.rows(count), first | waiting & (done == 0)))
+
+    def _first(self, h: Tensor, joined: int, count: int) -> Tensor | None:
+        if not self.needs_first:
+            return None
+        return (torch.arange(count, device=h.device) >= joined)[:, None, None]
+
+    # ------------------------------------------------------------------------------------------------------- evaluation
+
+    @torch.no_grad()
+    def states(
+        self,
+        tokens: Tensor,
+        num_loops: int,
+        *,
+        document_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+        key_valid: Tensor | None = None,
+        state: Tensor | None = None,
+        cache: LoopCache | None = None,
+    ) -> Iterator[tuple[Tensor, Context]]:
+        """Yields (h_t [B, s, d_h], context) for t = 1..num_loops; deterministic, each row on its own."""
+        length, past = tokens.shape[1], 0 if cache is None else cache.length
+        places = torch.arange(past, past + length, device=tokens.device)[None]
+        positions = places if positions is None else positions
+        ctx = make_context(
+            self.cfg, length, tokens.device, self.compute_dtype,
+            positions=positions, document_ids=document_ids, key_valid=key_valid, past=past,
+            segments=None if document_ids is None else Segments.of(document_ids),
+        )  # fmt: skip
+        local = self.ops.local_sequence(length)
+        e = self.encode(tokens, ctx, positions[:, local], cache)
+        h = initial_state(self.cfg, e, None, positions[:, local]) if state is None else state.to(e.dtype)
+        inputs = LoopInputs(self.injection.input(e), ctx, self.look_up_values("core", tokens))
+        for t in range(num_loops):
+            first = torch.full((1, 1, 1), t == 0, device=h.device) if self.needs_first else None
+            h = self.core_step(h, inputs, first, cache, t) if cache else self._core_step(h, inputs, first)
+            yield h, ctx
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, num_loops: int | None = None, **kwargs: Any) -> Tensor:
+        """fp32 logits [B, S, vocab_size] after `num_loops` loops (default: mu); keywords as in `states`."""
+        num_loops = num_loops or self.cfg.recurrence.default_loops
+        for h, ctx in self.states(tokens, num_loops, **kwargs):
+            last = h, ctx
+        y = self.decode(*last, self.look_up_values("coda", tokens), kwargs.get("cache"))
+        return self.readout_logits(y)
+
+    def readout_logits(self, y: Tensor) -> Tensor:
+        """Decoded states [B, s, D] -> fp32 logits over the whole vocabulary [B, S, vocab_size]."""
+        y = self.ops.enter(y)
+        logits = head_logits(y, self.head_weight, self.head_settings(), self.ops)
+        return self.ops.gather_vocab(logits)[..., : self.cfg.vocab_size]
+
+    @torch.no_grad()
+    def loop_losses(self, tokens: Tensor, labels: Tensor, num_loops: Sequence[int], **kwargs: Any) -> Tensor:
+        """Cross entropy of each token at each of `num_loops`, from one pass: fp32 [len(num_loops), B, S].
+
+        tokens, labels [B, S]; labels below 0 give 0. Readouts add only C, coda and head.
+        """
+        wanted = {t: i for i, t in enumerate(num_loops)}
+        out = torch.zeros(len(num_loops), *labels.shape, device=tokens.device)
+        values = self.look_up_values("coda", tokens)
+        for t, (h, ctx) in enumerate(self.states(tokens, max(num_loops), **kwargs), start=1):
+            if t not in wanted:
+                continue
+            y = self.ops.enter(self.decode(h, ctx, values)).flatten(0, 1)
+            chunks = zip(y.split(2_048), labels.flatten().split(2_048), strict=True)
+            settings = self.head_settings()
+            losses = [token_losses(c, self.head_weight, label, settings, self.ops)[0] for c, label in chunks]
+            out[wanted[t]] = torch.cat(losses).view(labels.shape)
+        return out
+
+
+class Objective:
+    """Collects the loss of one micro-batch as its gradient loops go by."""
+
+    def __init__(
+        self,
+        model: LoopedLM,
+        batch: MicroBatch,
+        loops: Loops,
+        cfg: LossConfig,
+        totals: Totals,
+        ctx: Context,
+        values: Sequence[Tensor | None],
+    ) -> None:
+        self.model, self.batch, self.loops, self.cfg, self.totals = model, batch, loops, cfg, totals
+        self.ctx, self.values = ctx, values
+        device = batch.tokens.device
+        self.weights = torch.tensor(loop_weights(list(loops.grad_loops), cfg.objective), device=device)  # [T, B]
+        own = torch.tensor(loops.grad_loops, device=device)
+        self.row_weights = 1 / own
+        self.terms: dict[str, Tensor] = {}
+
+    def _add(self, name: str, value: Tensor) -> None:
+        self.terms[name] = self.terms[name] + value if name in self.terms else value
+
+    def add(self, loop: int, state: Tensor) -> None:
+        """Takes the state [b, s, d_h] after gradient loop `loop` (0-based)."""
+        count = state.shape[0]
+        if count == 0:
+            self._add("idle", state.sum())
+            return
+        last = loop == len(self.loops.grad) - 1
+        if last or self.cfg.objective != "terminal":
+            self._add_readout(loop, state, last)
+        if self.cfg.norm_penalty or self.cfg.scale_anchor:
+            length = self.batch.tokens.shape[1]
+            penalty, anchor = state_penalty(state, self.row_weights[:count], self.cfg, length)
+            self._add("norm_penalty", penalty / self.totals.rows)
+            self._add("scale_anchor", anchor / self.totals.rows)
+
+    def _add_readout(self, loop: int, state: Tensor, last: bool) -> None:
+        model, count = self.model, state.shape[0]
+        weights = self.weights[loop, :count]
+        labels = self.batch.labels[:count]
+        y = model.decode(state, self.ctx.rows(count), [v if v is None else v[:count] for v in self.values], None, last)
+        y = model.ops.enter(y).flatten(0, 1)
+        terminal = self.cfg.objective == "terminal"
+        token_weights = None if terminal else weights[:, None].expand(labels.shape).flatten()
+        settings = model.head_settings(self.cfg)
+        sums: HeadSums = head_sums(y, model.head_weight, labels.flatten(), token_weights, settings, model.ops)
+        self._add("cross_entropy", sums.cross_entropy / self.totals.tokens)
+        self._add("z_loss", sums.z / self.totals.tokens)
+
+    def output(self) -> LossOutput:
+        """The weighted sum of the terms, and each term by itself."""
+        scale = {
+            "cross_entropy": 1.0, "z_loss": self.cfg.z_loss, "norm_penalty": self.cfg.norm_penalty,
+            "scale_anchor": self.cfg.scale_anchor, "idle": 0.0,
+        }  # fmt: skip
+        loss = sum(scale[name] * value for name, value in self.terms.items() if scale[name] or name == "idle")
+        metrics = {name: value.detach() for name, value in self.terms.items() if name != "idle"}
+        return LossOutput(loss, metrics | {"loss": loss.detach()})

@@ -1,0 +1,140 @@
+"""The losses. Each is a sum over tokens or rows, divided by the global number of them before it is returned.
+
+The vocabulary head never materialises the full logits in training: tokens go through it in chunks, and the backward
+pass either has its gradients already (torch's fused linear cross entropy) or recomputes a chunk's logits.
+
+Shapes: B rows, S sequence, N tokens, D width, V vocabulary (this rank's share under tensor parallelism), T loops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from pretrain.config.schema import LossConfig
+from pretrain.model.ops import TensorOps
+
+
+class Totals(NamedTuple):
+    """Global denominators of the loss, the same on every rank."""
+
+    tokens: float
+    """Labels that count, over the global batch."""
+    rows: float
+    """Rows of the global batch."""
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """What turns normalised hidden states into token losses."""
+
+    vocab_size: int
+    softcap: float | None
+    z_loss: float
+    label_smoothing: float
+    chunk_tokens: int
+
+
+class HeadSums(NamedTuple):
+    """Weighted sums over the tokens of a call: cross entropy with smoothing, squared logsumexp, plain count-weighted."""
+
+    cross_entropy: Tensor
+    z: Tensor
+
+
+def fp32_at_least(x: Tensor) -> Tensor:
+    """x in fp32, or fp64 if it already is."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def head_logits(hidden: Tensor, weight: Tensor, settings: HeadSettings, ops: TensorOps) -> Tensor:
+    """fp32 logits of this rank's vocabulary rows, [..., D] -> [..., V]; rows of the padding are cut or -inf."""
+    if ops.size == 1:
+        weight = weight[: settings.vocab_size]
+    logits = fp32_at_least(F.linear(hidden, weight.to(hidden.dtype)))
+    if settings.softcap is not None:
+        logits = settings.softcap * torch.tanh(logits / settings.softcap)
+    if ops.size > 1:
+        rows = ops.vocab_range(weight.shape[0] * ops.size)
+        padding = torch.arange(rows.start, rows.stop, device=logits.device) >= settings.vocab_size
+        logits = logits.masked_fill(padding, float("-inf"))
+    return logits
+
+
+def token_losses(
+    hidden: Tensor, weight: Tensor, labels: Tensor, settings: HeadSettings, ops: TensorOps
+) -> tuple[Tensor, Tensor]:
+    """Cross entropy and logsumexp of each token, fp32 [N] each: hidden [N, D], labels [N] (below 0: loss 0)."""
+    return ops.token_losses(head_logits(hidden, weight, settings, ops), labels, settings.label_smoothing)
+
+
+def _chunk_sums(
+    hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, settings: HeadSettings, ops: TensorOps
+) -> tuple[Tensor, Tensor]:
+    losses, logsumexp = token_losses(hidden, weight, labels, settings, ops)
+    valid = torch.where(labels < 0, 0.0, token_weights)
+    return (losses * valid).sum(), (logsumexp.square() * valid).sum()
+
+
+def head_sums(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor | None,
+    settings: HeadSettings,
+    ops: TensorOps,
+) -> HeadSums:
+    """Weighted sums of token losses without the full logits: hidden [N, D], labels [N], token_weights [N] (None: 1)."""
+    plain = settings.softcap is None and settings.z_loss == 0 and token_weights is None and ops.size == 1
+    if plain and torch.is_grad_enabled():
+        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=settings.chunk_tokens)
+        loss = F.linear_cross_entropy(
+            hidden, weight[: settings.vocab_size].to(hidden.dtype), labels, reduction="sum", ignore_index=-100,
+            label_smoothing=settings.label_smoothing, options=options,
+        )  # fmt: skip
+        loss = fp32_at_least(loss)
+        return HeadSums(loss, loss.new_zeros(()))
+    if token_weights is None:
+        token_weights = torch.ones(labels.shape, dtype=torch.float32, device=labels.device)
+    cross_entropy = z = torch.zeros((), device=hidden.device, dtype=fp32_at_least(hidden[:0]).dtype)
+    for start in range(0, labels.shape[0], settings.chunk_tokens):
+        part = slice(start, start + settings.chunk_tokens)
+        args = (hidden[part], weight, labels[part], token_weights[part], settings, ops)
+        sums = checkpoint(_chunk_sums, *args, use_reentrant=False) if torch.is_grad_enabled() else _chunk_sums(*args)
+        cross_entropy, z = cross_entropy + sums[0], z + sums[1]
+    return HeadSums(cross_entropy, z)
+
+
+def loop_weights(grad_loops: list[int], objective: str) -> list[list[float]]:
+    """Weight of each gradient loop in each row's loss: [T][B], rows joining late so that all end together.
+
+    A row's weights sum to 1 over its own gradient loops: the last one (terminal), all (per_loop), or those with
+    0-based index in [floor(2k/3), k) (last_third, FLT's FEW).
+    """
+    most = max(grad_loops)
+
+    def weight(loop: int, own: int) -> float:
+        index = loop - (most - own)
+        if objective == "terminal":
+            return float(index == own - 1)
+        start = 2 * own // 3 if objective == "last_third" else 0
+        return 1 / (own - start) if index >= start else 0.0
+
+    return [[weight(loop, own) for own in grad_loops] for loop in range(most)]
+
+
+def state_penalty(h: Tensor, row_weights: Tensor, cfg: LossConfig, sequence_length: int) -> tuple[Tensor, Tensor]:
+    """Row-weighted sums of (norm penalty, scale anchor) of a state h [B, s, d_h], un-normalised, in fp32.
+
+    norm penalty: mean over positions and channels of h^2; scale anchor: mean over positions of (rms(h) - target)^2.
+    Means are over the full sequence, so that shares of it add up.
+    """
+    mean_square = fp32_at_least(h).square().mean(-1)
+    penalty = (mean_square.sum(-1) / sequence_length * row_weights).sum()
+    anchor = ((mean_square + 1e-12).sqrt() - cfg.scale_target).square()
+    return penalty, (anchor.sum(-1) / sequence_length * row_weights).sum()
