@@ -1,0 +1,246 @@
+"""Rules that sections of a configuration must agree on, checked before torch is imported or a process group exists.
+
+Every message names the key, its value, what was expected and the nearest setting that works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pretrain.config.families import FAMILIES
+from pretrain.config.model import ModelConfig, RecurrenceConfig, require
+from pretrain.config.schema import Config, TrainConfig
+
+
+def validate(cfg: Config, world_size: int | None) -> None:
+    """Raises ConfigError where sections contradict each other or cannot run on `world_size` processes.
+
+    With None the number of processes is unknown (a dry run on a login node) and the batch is not divided.
+    """
+    _check_length(cfg)
+    _check_data(cfg)
+    _check_family(cfg)
+    _check_depths(cfg)
+    _check_tensor(cfg)
+    _check_pipeline(cfg)
+    _check_zero(cfg)
+    _check_checkpoints(cfg)
+    if world_size is not None:
+        _check_batch(cfg.train, cfg.parallel.tensor, cfg.parallel.pipeline, world_size)
+
+
+def _check_length(cfg: Config) -> None:
+    total, train, schedule = cfg.total_steps, cfg.train, cfg.schedule
+    source = "train.max_steps" if train.max_steps is not None else f"train.max_tokens / {cfg.tokens_per_step}"
+    end = f"{total} ({source})"
+    require(train.stop_step is None or train.stop_step <= total, "train.stop_step", train.stop_step, f"at most {end}")
+    require(schedule.warmup_steps <= total, "schedule.warmup_steps", schedule.warmup_steps, f"at most {end}")
+    if schedule.name == "trapezoid":
+        decay = round(schedule.decay_fraction * total)
+        require(
+            schedule.warmup_steps + decay <= total, "schedule.warmup_steps", schedule.warmup_steps,
+            f"at most {total - decay}: the last {decay} of {total} steps decay (schedule.decay_fraction="
+            f"{schedule.decay_fraction})",
+        )  # fmt: skip
+    require(all(step >= 1 for step in train.skip_steps), "train.skip_steps", train.skip_steps, "steps from 1 on")
+    require(0 <= train.seed < 2**64, "train.seed", train.seed, "an integer in [0, 2^64)")
+    require(
+        cfg.run.resume == "step" or cfg.run.resume_step is None, "run.resume_step", cfg.run.resume_step,
+        f"null, since run.resume={cfg.run.resume}; run.resume=step resumes from exactly that step",
+    )  # fmt: skip
+
+
+def _check_data(cfg: Config) -> None:
+    data = cfg.data
+    require(
+        bool(data.all_sources), "data.path", data.path,
+        "the folder of a data set written by data_prep/build_shards.py, or several in data.sources",
+    )  # fmt: skip
+    remote = any(source.remote for source in data.all_sources)
+    for key in ("cache_limit_bytes", "predownload_rows"):
+        value = getattr(data, key)
+        require(value is None or remote, f"data.{key}", value, "null, since no source is remote")
+
+
+def _check_family(cfg: Config) -> None:
+    """The family's name tells what carries the state from loop to loop; everything else about it may be changed."""
+    model, recurrence = cfg.model, cfg.model.recurrence
+    gpt, loops = model.family == "gpt", recurrence.default_loops
+    require(
+        recurrence.injection != "restart" or recurrence.feedback != "none" or loops == 1,
+        "model.recurrence.feedback", "none",
+        f"attention, attention_first or residual: with injection=restart nothing else carries the state, so that "
+        f"mean_loops={recurrence.mean_loops:g} loops would all compute the first one",
+    )  # fmt: skip
+    for key in ("injection", "feedback"):
+        value, expected = getattr(recurrence, key), _family_value(model.family, key)
+        same = [name for name in FAMILIES if _family_value(name, key) == value]
+        require(
+            value == expected, f"model.recurrence.{key}", value,
+            f"{expected}, which makes model.family={model.family}; families with {value}: {', '.join(same) or 'none'}",
+        )  # fmt: skip
+    if gpt:
+        fixed = recurrence.distribution == "fixed" and recurrence.mean_loops == 1
+        require(
+            fixed, "model.recurrence.mean_loops", recurrence.mean_loops,
+            "1 with distribution=fixed, since model.family=gpt runs each layer once; lt loops plain layers",
+        )  # fmt: skip
+    require(
+        loops > 1 or recurrence.distribution != "fixed" or cfg.loss.objective == "terminal",
+        "loss.objective", cfg.loss.objective, "terminal, since every row runs exactly one loop",
+    )  # fmt: skip
+
+
+def _family_value(family: str, key: str) -> str:
+    default = getattr(RecurrenceConfig(), key)
+    value: str = FAMILIES[family]["recurrence"].get(key, default)
+    return value
+
+
+def _check_depths(cfg: Config) -> None:
+    recurrence, name = cfg.model.recurrence, "model.recurrence."
+    require(
+        recurrence.max_loops is None or recurrence.max_loops >= recurrence.mean_loops, name + "max_loops",
+        recurrence.max_loops, f"at least mean_loops={recurrence.mean_loops:g}, or null",
+    )  # fmt: skip
+    require(
+        recurrence.distribution != "uniform" or float(2 * recurrence.mean_loops).is_integer(), name + "mean_loops",
+        recurrence.mean_loops, "a multiple of 0.5, since distribution=uniform is on 1 .. 2 mean_loops - 1",
+    )  # fmt: skip
+    require(
+        recurrence.curriculum != "none" or recurrence.curriculum_steps == 0, name + "curriculum_steps",
+        recurrence.curriculum_steps, "0, since curriculum=none; linear and one_minus_sqrt ramp mean_loops",
+    )  # fmt: skip
+    loops = cfg.validation.num_loops
+    require(len(set(loops)) == len(loops), "validation.num_loops", loops, "each loop count once")
+    require(
+        cfg.model.family != "gpt" or set(loops) <= {1}, "validation.num_loops", loops,
+        "[1] or [], since model.family=gpt runs each layer once",
+    )  # fmt: skip
+
+
+def _check_tensor(cfg: Config) -> None:
+    model, tensor = cfg.model, cfg.parallel.tensor
+    if tensor == 1:
+        return
+    for key, value in _sharded_sizes(model):
+        require(
+            value % tensor == 0, key, value,
+            f"a multiple of parallel.tensor={tensor}; nearest: {key}={_nearest_multiples(value, tensor)}, or "
+            f"parallel.tensor={_nearest_divisors(value, tensor)}",
+        )  # fmt: skip
+    require(
+        model.padded_vocab_size % tensor == 0, "model.vocab_multiple", model.vocab_multiple,
+        f"a multiple of parallel.tensor={tensor}, so that the {model.padded_vocab_size} padded rows can be shared out",
+    )  # fmt: skip
+    require(
+        not cfg.parallel.sequence_parallel or model.context_length % tensor == 0, "model.context_length",
+        model.context_length, f"a multiple of parallel.tensor={tensor}, since parallel.sequence_parallel=true",
+    )  # fmt: skip
+    require(model.dropout == 0, "model.dropout", model.dropout, f"0, since parallel.tensor={tensor}")
+
+
+def _sharded_sizes(model: ModelConfig) -> Iterable[tuple[str, int]]:
+    """Yields (key, size) of what tensor parallelism cuts, of the parts that have layers."""
+    if model.prelude_layers + model.coda_layers > 0:
+        yield "model.num_heads", model.heads_of("prelude")
+        yield "model.num_kv_heads", model.kv_heads_of("prelude")
+        yield "model.ffn_width", model.ffn_width_of("prelude")
+    own_heads = model.core_num_heads is not None or model.core_width is not None
+    yield "model.core_num_heads" if own_heads else "model.num_heads", model.heads_of("core")
+    yield "model.num_kv_heads", model.kv_heads_of("core")
+    yield "model.core_ffn_width" if model.core_ffn_width else "model.ffn_width", model.ffn_width_of("core")
+
+
+def _check_pipeline(cfg: Config) -> None:
+    model, pipeline = cfg.model, cfg.parallel.pipeline
+    if pipeline == 1:
+        return
+    require(
+        model.core_layers % pipeline == 0, "model.core_layers", model.core_layers,
+        f"a multiple of parallel.pipeline={pipeline}, since every loop passes all pipeline ranks; nearest: "
+        f"model.core_layers={_nearest_multiples(model.core_layers, pipeline)}, or parallel.pipeline="
+        f"{_nearest_divisors(model.core_layers, pipeline)}",
+    )  # fmt: skip
+    require(model.dropout == 0, "model.dropout", model.dropout, f"0, since parallel.pipeline={pipeline}")
+    require(
+        cfg.optimizer.name != "muon", "optimizer.name", "muon",
+        f"adamw, since parallel.pipeline={pipeline}; muon runs with parallel.pipeline=1 and any parallel.tensor",
+    )  # fmt: skip
+    require(
+        model.recurrence.granularity != "token", "model.recurrence.granularity", "token",
+        f"sequence or batch, since parallel.pipeline={pipeline} moves whole rows from loop to loop",
+    )  # fmt: skip
+
+
+def _check_zero(cfg: Config) -> None:
+    stage, pipeline = cfg.zero.stage, cfg.parallel.pipeline
+    require(
+        stage <= 1 or pipeline == 1, "zero.stage", stage,
+        f"1, since parallel.pipeline={pipeline}: its schedule adds up the gradients of all micro-batches outside "
+        f"DeepSpeed, where stage {stage} would shard them too early; or keep the stage with parallel.pipeline=1",
+    )  # fmt: skip
+    require(
+        not cfg.zero.overlap_comm or stage >= 2, "zero.overlap_comm", True,
+        f"false, since zero.stage={stage} reduces gradients after backward; stages 2 and 3 overlap",
+    )  # fmt: skip
+
+
+def _check_checkpoints(cfg: Config) -> None:
+    keep, every = cfg.checkpoint.keep_every_steps, cfg.checkpoint.every_steps
+    if keep is not None:
+        require(
+            every is not None and keep % every == 0, "checkpoint.keep_every_steps", keep,
+            f"a multiple of checkpoint.every_steps={every}, or null" if every else
+            "null, since checkpoint.every_steps=null saves at the end only",
+        )  # fmt: skip
+
+
+def _check_batch(train: TrainConfig, tensor: int, pipeline: int, world_size: int) -> None:
+    """World size = tensor x pipeline x data; global batch = data x micro-batches x micro batch."""
+    model_ranks = tensor * pipeline
+    layout = f"parallel.tensor={tensor} x parallel.pipeline={pipeline}"
+    require(
+        world_size % model_ranks == 0, "world size", world_size,
+        f"a multiple of {layout} = {model_ranks}; start {_nearest_multiples(world_size, model_ranks)} processes",
+    )  # fmt: skip
+    data_ranks = world_size // model_ranks
+    rows = train.global_batch_size
+    require(
+        rows % data_ranks == 0, "train.global_batch_size", rows,
+        f"a multiple of the {data_ranks} data-parallel ranks ({world_size} processes / {layout}); nearest: "
+        f"{_nearest_multiples(rows, data_ranks)}",
+    )  # fmt: skip
+    rank_rows = rows // data_ranks
+    shares = f"train.global_batch_size={rows} / {data_ranks} data-parallel ranks"
+    require(
+        rank_rows % train.micro_batch_size == 0, "train.micro_batch_size", train.micro_batch_size,
+        f"a divisor of the {rank_rows} rows per rank ({shares}); nearest: "
+        f"{_nearest_divisors(rank_rows, train.micro_batch_size)}",
+    )  # fmt: skip
+    micro_batches = rank_rows // train.micro_batch_size
+    per_round = [size for size in _divisors(rank_rows) if rank_rows // size % pipeline == 0]
+    nearest = min(per_round, key=lambda size: (abs(size - train.micro_batch_size), size), default=None)
+    mend = f"train.micro_batch_size={nearest}" if nearest else f"a global batch in multiples of {pipeline * data_ranks}"
+    require(
+        micro_batches % pipeline == 0, "train.micro_batch_size", train.micro_batch_size,
+        f"one that gives a multiple of parallel.pipeline={pipeline} micro-batches; it gives {micro_batches} from "
+        f"{rank_rows} rows per rank ({shares}); nearest: {mend}",
+    )  # fmt: skip
+
+
+def _nearest_multiples(value: int, of: int) -> str:
+    """The multiples of `of` around `value`, as "a or b"."""
+    below = value // of * of
+    return f"{below} or {below + of}" if below else str(below + of)
+
+
+def _nearest_divisors(value: int, near: int) -> str:
+    """The divisors of `value` around `near`, as "a or b"."""
+    below = max((d for d in _divisors(value) if d <= near), default=1)
+    above = min((d for d in _divisors(value) if d > near), default=None)
+    return f"{below} or {above}" if above else str(below)
+
+
+def _divisors(value: int) -> list[int]:
+    return [d for d in range(1, value + 1) if value % d == 0]

@@ -1,0 +1,30 @@
+"""Whole files or none: what a resume depends on is written so that a kill leaves the old content or the new."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes `text` to `path` by temporary file, fsync and rename; the folder is created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in a folder durable, so that a rename survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,72 @@
+"""What a run needs from its surroundings, checked before torch is imported: data that fits the model, folders."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pretrain.config.schema import Config, SourceConfig
+from pretrain.data.manifest import MANIFEST_NAME, Manifest, read_manifest
+from pretrain.errors import ConfigError
+
+
+def preflight(cfg: Config) -> None:
+    """Raises ConfigError where data, initial weights or the run's folder cannot be what `cfg` says."""
+    preflight_data(cfg)
+    weights = cfg.checkpoint.initial_weights
+    if weights is not None and not Path(weights).is_dir():
+        raise ConfigError(f"checkpoint.initial_weights={weights!r}: expected the folder of a checkpoint; it is missing")
+    run_dir = Path(cfg.run.dir).absolute()
+    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.dir={cfg.run.dir!r}: expected a folder that can be written; {existing} cannot")
+
+
+def preflight_data(cfg: Config) -> None:
+    """Raises ConfigError unless every local data set exists, fits the model's shapes and shares one tokenizer.
+
+    A remote source whose manifest is not in its cache folder yet is checked by the loader, once it is fetched.
+    """
+    manifests: dict[str, Manifest] = {}
+    for source in cfg.data.all_sources:
+        if source.remote is None or (Path(source.path) / MANIFEST_NAME).is_file():
+            manifests[source.path] = _check_source(cfg, source)
+    hashes = {path: manifest.tokenizer.sha256 for path, manifest in manifests.items()}
+    if len(set(hashes.values())) > 1:
+        found = ", ".join(f"{path} (sha256 {digest[:12]})" for path, digest in hashes.items())
+        raise ConfigError(f"data.sources: expected data sets made by one tokenizer, found {found}")
+    _check_rows(cfg, manifests)
+
+
+def _check_source(cfg: Config, source: SourceConfig) -> Manifest:
+    manifest = read_manifest(source.path, shards_are_local=source.remote is None)
+    model = cfg.model
+    if manifest.row_tokens != model.context_length + 1:
+        raise ConfigError(
+            f"model.context_length={model.context_length}: expected {manifest.context_length}, since {source.path} "
+            f"has rows of {manifest.row_tokens} = {manifest.context_length} + 1 tokens"
+        )
+    largest_id = max(split.max_id for split in manifest.splits.values())
+    needed = max(largest_id + 1, manifest.tokenizer.vocab_size)
+    if model.vocab_size < needed:
+        raise ConfigError(
+            f"model.vocab_size={model.vocab_size}: expected at least {needed}, since {source.path} holds ids up to "
+            f"{largest_id} and its tokenizer has {manifest.tokenizer.vocab_size}"
+        )
+    return manifest
+
+
+def _check_rows(cfg: Config, manifests: dict[str, Manifest]) -> None:
+    """One global batch must fit into an epoch; validation reads the first `validation.rows` rows."""
+    if len(manifests) < len(cfg.data.all_sources):
+        return
+    names = ", ".join(manifests)
+    rows = sum(manifest.splits["train"].rows for manifest in manifests.values())
+    batch = cfg.train.global_batch_size
+    if rows < batch:
+        raise ConfigError(f"train.global_batch_size={batch}: expected at most the {rows} training rows of {names}")
+    rows = sum(m.splits["validation"].rows for m in manifests.values() if "validation" in m.splits)
+    if rows < cfg.validation.rows:
+        raise ConfigError(
+            f"validation.rows={cfg.validation.rows}: expected at most the {rows} validation rows of {names}"
+        )
