@@ -18,12 +18,12 @@ if not __package__:
     _here = Path(__file__).resolve().parent
     sys.path[:] = [str(_here.parent), *(entry for entry in sys.path if Path(entry).resolve() != _here)]
 
-from pretrain.config.cli import Arguments, parse_arguments, world_size_from_environment  # noqa: E402
-from pretrain.config.load import dump_config, load_config  # noqa: E402
-from pretrain.config.schema import Config  # noqa: E402
-from pretrain.config.validate import validate  # noqa: E402
-from pretrain.errors import ConfigError, PretrainError  # noqa: E402
-from pretrain.preflight import preflight  # noqa: E402
+from pretrain.config.cli import Arguments, parse_arguments, world_size_from_environment
+from pretrain.config.load import dump_config, load_config
+from pretrain.config.schema import Config
+from pretrain.config.validate import validate
+from pretrain.errors import ConfigError, PretrainError
+from pretrain.preflight import preflight
 
 
 def main(argv: Sequence[str]) -> int:

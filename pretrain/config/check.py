@@ -53,7 +53,7 @@ def check_tree(tree: Any, origin: str) -> dict[str, Any]:
     Interpolations (`${...}`) and the mark of a missing value (`???`) pass; OmegaConf checks them when it resolves.
     """
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{origin}: expected sections ({', '.join(_fields(Config))}), found {_show(tree)}")
+        raise ConfigError(f"{origin}: expected sections ({', '.join(fields_of(Config))}), found {_show(tree)}")
     return _check_section(tree, Config, "", origin)
 
 
@@ -67,30 +67,30 @@ def type_of(key: str, value: Any, origin: str) -> Any:
     hint: Any = Config
     seen = ""
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", key):
-        core = _without_null(hint)
+        core = without_null(hint)
         if index:
             if typing.get_origin(core) not in (list, tuple):
                 raise ConfigError(f"{origin}: {key}={_show(value)}: {seen} is not a list")
             hint = typing.get_args(core)[0]
             seen += f"[{index}]"
         else:
-            if not is_dataclass(core) or name not in _fields(core):
+            if not is_dataclass(core) or name not in fields_of(core):
                 raise ConfigError(_unknown_key(core, seen, name, value, origin))
-            hint = _fields(core)[name]
+            hint = fields_of(core)[name]
             seen = _join(seen, name)
     return hint
 
 
 def is_scalar(hint: Any) -> bool:
     """True for text, numbers and names from a list: on the command line they are taken as they stand."""
-    core = _without_null(hint)
+    core = without_null(hint)
     return core in (str, int, float) or typing.get_origin(core) is Literal
 
 
 def all_keys(section: type = Config, prefix: str = "") -> Iterator[str]:
     """Yields every key that holds a value, as `section.key`; keys of list items as `data.sources[].path`."""
-    for name, hint in _fields(section).items():
-        core, key = _without_null(hint), _join(prefix, name)
+    for name, hint in fields_of(section).items():
+        core, key = without_null(hint), _join(prefix, name)
         item = typing.get_args(core)[0] if typing.get_origin(core) is list else None
         if is_dataclass(core):
             yield from all_keys(typing.cast(type, core), key)
@@ -107,8 +107,36 @@ def nearest(name: str, names: list[str]) -> str | None:
     return plain[found[0]] if found else None
 
 
+def fields_of(section: Any) -> dict[str, Any]:
+    """Returns the type of each field of a section, in order."""
+    return typing.get_type_hints(section)
+
+
+def without_null(hint: Any) -> Any:
+    """The type itself, without `| None`."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    return hint
+
+
+def describe_type(hint: Any) -> str:
+    """Returns the values of a type in words: "an integer, or null"."""
+    core = without_null(hint)
+    suffix = ", or null" if core is not hint else ""
+    kind = typing.get_origin(core)
+    if kind is Literal:
+        return "one of " + ", ".join(typing.get_args(core)) + suffix
+    if is_dataclass(core):
+        return f"a section with the keys {', '.join(fields_of(core))}" + suffix
+    if kind is tuple:
+        return f"a list of {len(typing.get_args(core))} values" + suffix
+    if kind is list:
+        return "a list" + suffix
+    return _TYPE_NAMES[core] + suffix
+
+
 def _check_section(tree: Mapping[Any, Any], section: type, prefix: str, origin: str) -> dict[str, Any]:
-    fields = _fields(section)
+    fields = fields_of(section)
     checked = {}
     for name, value in tree.items():
         if name not in fields:
@@ -118,7 +146,7 @@ def _check_section(tree: Mapping[Any, Any], section: type, prefix: str, origin: 
 
 
 def _check(value: Any, hint: Any, key: str, origin: str) -> Any:
-    core = _without_null(hint)
+    core = without_null(hint)
     if isinstance(value, str) and (INTERPOLATION in value or value == MISSING):
         return value
     if value is None and core is not hint:
@@ -157,14 +185,14 @@ def _as_scalar(value: Any, core: type) -> Any:
 
 
 def _misfit(value: Any, hint: Any, key: str, origin: str) -> ConfigError:
-    message = f"{origin}: {key}={_show(value)}: expected {_describe(hint)}"
+    message = f"{origin}: {key}={_show(value)}: expected {describe_type(hint)}"
     if advice := _advice(value, hint):
         message += f"; {advice}"
     return ConfigError(message)
 
 
 def _advice(value: Any, hint: Any) -> str:
-    core = _without_null(hint)
+    core = without_null(hint)
     nullable = core is not hint
     if value is None:
         return "null is not allowed here"
@@ -184,27 +212,12 @@ def _advice(value: Any, hint: Any) -> str:
     return ""
 
 
-def _describe(hint: Any) -> str:
-    core = _without_null(hint)
-    suffix = ", or null" if core is not hint else ""
-    kind = typing.get_origin(core)
-    if kind is Literal:
-        return "one of " + ", ".join(typing.get_args(core)) + suffix
-    if is_dataclass(core):
-        return f"a section with the keys {', '.join(_fields(core))}" + suffix
-    if kind is tuple:
-        return f"a list of {len(typing.get_args(core))} values" + suffix
-    if kind is list:
-        return "a list" + suffix
-    return _TYPE_NAMES[core] + suffix
-
-
 def _unknown_key(section: Any, prefix: str, name: str, value: Any, origin: str) -> str:
     key = _join(prefix, name)
     head = f"{origin}: {key}={_show(value)}: "
     if not is_dataclass(section):
         return head + f"{prefix} holds a value, not a section"
-    names = list(_fields(section))
+    names = list(fields_of(section))
     if "." in name and not prefix and name in all_keys():
         return head + f"write it nested, '{name.replace('.', ': {')}: ...{'}' * name.count('.')}'"
     plain = name.lower().replace("-", "_")
@@ -217,17 +230,6 @@ def _unknown_key(section: Any, prefix: str, name: str, value: Any, origin: str) 
         return head + f"unknown key; nearest: {OTHER_NAMES[plain]}"
     kind = f"keys of {prefix}" if prefix else "sections"
     return head + f"unknown key; the {kind} are {', '.join(names)}"
-
-
-def _fields(section: Any) -> dict[str, Any]:
-    return typing.get_type_hints(section)
-
-
-def _without_null(hint: Any) -> Any:
-    """The type itself, without `| None`."""
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        return next(arg for arg in typing.get_args(hint) if arg is not type(None))
-    return hint
 
 
 def _join(prefix: str, name: str) -> str:

@@ -101,21 +101,29 @@ class ModelConfig:
     """Sizes and settings of the looped model. `family` fills in the settings that the file leaves out."""
 
     family: Family = "parcae"
+    """What carries the state from loop to loop, by its published name."""
     vocab_size: int = 32_768
     """Ids the tokenizer can produce; rows of the table are padded to a multiple of `vocab_multiple`."""
     vocab_multiple: int = 64
+    """Rows of the embedding table come in multiples of it."""
     context_length: int = 2_048
     """Tokens of a training sequence (and of the table of learned positions)."""
     width: int = 768
+    """d, channels of the residual stream."""
     num_heads: int = 6
+    """Query heads."""
     num_kv_heads: int | None = None
     """Key/value heads (GQA). null: num_heads."""
     head_dim: int | None = None
     """Channels of a head, the same in the core. null: width / num_heads."""
     ffn_width: int = 3_072
+    """Hidden channels of an MLP."""
     prelude_layers: int = 2
+    """P, layers before the loops."""
     core_layers: int = 2
+    """R, layers of one loop."""
     coda_layers: int = 2
+    """C, layers after the loops."""
     core_width: int | None = None
     """d_h. null: width."""
     core_num_heads: int | None = None
@@ -126,13 +134,17 @@ class ModelConfig:
     block: Literal["pre", "sandwich"] = "pre"
     """Norm placement. pre: x += f(Norm(x)). sandwich: x = Norm(x + f(Norm(x))) (Huginn)."""
     norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
     norm_weight: bool = True
     """Learned scale of RMSNorm."""
     mlp: Literal["relu2", "swiglu"] = "relu2"
+    """relu2: W2 (relu2_scale * relu(W1 x)^2); swiglu: W2 (silu(Wg x) * W1 x)."""
     relu2_scale: float = 0.5
     """Factor of relu(x)^2: 0.5 in Parcae's code and checkpoints, 1 in FLT's."""
     positions: Literal["rope", "learned"] = "rope"
+    """Rotary in every attention, or a learned table added to the embedding."""
     rope_base: float = 50_000.0
+    """theta of RoPE."""
     rope_layout: Literal["interleaved", "half"] = "interleaved"
     """Channel pairs: (2j, 2j+1), or (j, j + head_dim/2)."""
     rope_direction: Literal["forward", "backward"] = "forward"
@@ -154,6 +166,7 @@ class ModelConfig:
     window_pattern: str = "S"
     """S (sliding) and L (full), tiled over prelude, core, coda; the last layer is always full."""
     tie_embeddings: bool = True
+    """The head is the embedding table."""
     scale_embeddings: bool = False
     """Multiply embeddings by sqrt(width) (Huginn)."""
     logit_softcap: float | None = None
@@ -207,7 +220,9 @@ class ModelConfig:
     def _check_settings(self) -> None:
         recurrence = self.recurrence
         require(0 <= self.dropout < 1, "model.dropout", self.dropout, "a number in [0, 1)")
-        require(self.norm_eps > 0, "model.norm_eps", self.norm_eps, "> 0")
+        for key in ("norm_eps", "relu2_scale", "rope_base", "qk_norm_eps", "logit_softcap", "embedding_std"):
+            value = getattr(self, key)
+            require(value is None or value > 0, f"model.{key}", value, "> 0")
         require(
             set(self.window_pattern) <= {"S", "L"} and self.window_pattern != "", "model.window_pattern",
             self.window_pattern, "a word of the letters S and L",
@@ -262,7 +277,7 @@ class ModelConfig:
 
     def heads_of(self, part: str) -> int:
         """Query heads of a layer of `part`."""
-        if part != "core" or self.core_num_heads is None and self.core_width is None:
+        if part != "core" or (self.core_num_heads is None and self.core_width is None):
             return self.num_heads
         return self.core_num_heads or self.width_of("core") // self.head_channels
 

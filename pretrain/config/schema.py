@@ -19,10 +19,12 @@ class RunConfig:
     name: str = "run"
     """Folder of the run below `dir`."""
     dir: str = "runs"
+    """Folder of the runs. Put it where there is room for checkpoints."""
     resume: Literal["auto", "never", "step"] = "auto"
     """auto: from the newest complete checkpoint of the run's folder, else from step 0; never: refuse a folder that
     holds checkpoints; step: exactly `resume_step`."""
     resume_step: int | None = None
+    """The step to resume from, with resume=step. null: by `resume`."""
     override: bool = False
     """On resume, let optimizer, schedule and loss settings differ from the saved run's (old and new are logged)."""
 
@@ -31,6 +33,7 @@ class RunConfig:
         require(plain, "run.name", self.name, "a folder name without slashes")
         if self.resume == "step":
             require(self.resume_step is not None, "run.resume_step", None, "a step, since run.resume=step")
+        require(self.resume_step is None or self.resume_step >= 0, "run.resume_step", self.resume_step, "a step >= 0")
 
 
 @dataclass(kw_only=True)
@@ -55,7 +58,9 @@ class DataConfig:
     path: str | None = None
     """Folder of the only source. null: `sources` lists them."""
     sources: list[SourceConfig] = field(default_factory=list)
+    """Data sets of a mixture, instead of `path`."""
     shuffle: bool = True
+    """Shuffle the rows of each epoch anew. false: in the order they were written."""
     shuffle_seed: int | None = None
     """null: train.seed."""
     shuffle_block_rows: int = 262_144
@@ -75,7 +80,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require(self.num_workers >= 0, "data.num_workers", self.num_workers, "an integer >= 0")
-        require(self.canonical_nodes >= 1, "data.canonical_nodes", self.canonical_nodes, "an integer >= 1")
+        for key in (
+            "canonical_nodes", "shuffle_block_rows", "prefetch_factor", "cache_limit_bytes", "predownload_rows",
+        ):  # fmt: skip
+            value = getattr(self, key)
+            require(value is None or value >= 1, f"data.{key}", value, "an integer >= 1")
         if self.path is not None:
             require(not self.sources, "data.path", self.path, "null where data.sources is given: use one of the two")
 
@@ -96,9 +105,11 @@ class LossConfig:
     scale_anchor: float = 0.0
     """Weight of mean_t mean((rms(h_t) - scale_target)^2)."""
     scale_target: float = 1.0
+    """RMS that scale_anchor pulls the state towards."""
     z_loss: float = 0.0
     """Weight of mean(logsumexp(logits)^2)."""
     label_smoothing: float = 0.0
+    """Share of the target probability that is spread over the vocabulary."""
     chunk_tokens: int = 2_048
     """Tokens whose logits exist at a time."""
 
@@ -106,6 +117,7 @@ class LossConfig:
         for key in ("norm_penalty", "scale_anchor", "z_loss"):
             require(getattr(self, key) >= 0, f"loss.{key}", getattr(self, key), "a number >= 0")
         require(0 <= self.label_smoothing < 1, "loss.label_smoothing", self.label_smoothing, "a number in [0, 1)")
+        require(self.scale_target > 0, "loss.scale_target", self.scale_target, "> 0")
         require(self.chunk_tokens >= 1, "loss.chunk_tokens", self.chunk_tokens, "an integer >= 1")
 
 
@@ -114,18 +126,25 @@ class OptimizerConfig:
     """AdamW alone, or Muon for the layers' matrices and AdamW for the rest."""
 
     name: Literal["adamw", "muon"] = "adamw"
+    """adamw; muon: Muon for the matrices of attention and MLP, AdamW for everything else."""
     lr: float = 8e-3
     """Peak learning rate of AdamW's parameters."""
     betas: tuple[float, float] = (0.8, 0.95)
+    """AdamW's."""
     eps: float = 1e-10
+    """AdamW's."""
     weight_decay: float = 0.0
     """AdamW's, on matrices outside embeddings, injection and C."""
     clip_norm: float | None = 1.0
     """Bound of the gradient norm; with Muon it acts on AdamW's parameters only. null: no clipping."""
     muon_lr: float = 8e-3
+    """Peak learning rate of Muon's matrices."""
     muon_momentum: float = 0.95
+    """Muon's momentum after its warm-up."""
     muon_momentum_start: float = 0.85
+    """Muon's momentum at step 0."""
     muon_momentum_warmup_steps: int = 300
+    """Steps from muon_momentum_start to muon_momentum. 0: none."""
     muon_steps: int = 5
     """Polar-express iterations."""
     muon_weight_decay: float = 0.2
@@ -134,6 +153,11 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         for key in ("lr", "muon_lr", "eps"):
             require(getattr(self, key) > 0, f"optimizer.{key}", getattr(self, key), "> 0")
+        for key in ("weight_decay", "muon_weight_decay", "muon_momentum_warmup_steps"):
+            require(getattr(self, key) >= 0, f"optimizer.{key}", getattr(self, key), ">= 0")
+        for key in ("muon_momentum", "muon_momentum_start"):
+            require(0 <= getattr(self, key) < 1, f"optimizer.{key}", getattr(self, key), "a number in [0, 1)")
+        require(self.muon_steps >= 1, "optimizer.muon_steps", self.muon_steps, "an integer >= 1")
         for beta in self.betas:
             require(0 <= beta < 1, "optimizer.betas", self.betas, "two numbers in [0, 1)")
         require(
@@ -148,6 +172,7 @@ class ScheduleConfig:
     name: Literal["constant", "trapezoid", "cosine"] = "trapezoid"
     """constant; trapezoid: flat, then linear over the last `decay_fraction` (WSD); cosine."""
     warmup_steps: int = 0
+    """Steps from 0 to the peak, linear."""
     decay_fraction: float = 0.5
     """Share of the steps in which trapezoid decays."""
     min_lr_ratio: float = 0.0
@@ -176,6 +201,7 @@ class TrainConfig:
     precision: Literal["fp32", "bf16"] = "bf16"
     """Compute type of the matrix products. Parameters, gradients and optimizer state are fp32 in both."""
     seed: int = 0
+    """Of weights, depths, initial states and (unless data.shuffle_seed is set) row order."""
     deterministic: bool = False
     """Refuse kernels whose result varies from run to run (slower on CUDA)."""
     compile: bool = False
@@ -207,10 +233,9 @@ class TrainConfig:
             "none, loop, layer or every_k_loops (all non-reentrant): reentrant checkpointing of a block that is used "
             "several times gives wrong weights under ZeRO",
         )  # fmt: skip
-        require(
-            self.checkpoint_every_loops >= 1, "train.checkpoint_every_loops", self.checkpoint_every_loops,
-            "an integer >= 1",
-        )  # fmt: skip
+        for key in ("checkpoint_every_loops", "max_skipped_in_a_row"):
+            require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "an integer >= 1")
+        require(self.max_hours is None or self.max_hours > 0, "train.max_hours", self.max_hours, "> 0, or null")
 
 
 @dataclass(kw_only=True)
@@ -218,7 +243,9 @@ class ParallelConfig:
     """World size = tensor x pipeline x data; the data size follows from the number of processes."""
 
     tensor: int = 1
+    """Ranks that share each matrix."""
     pipeline: int = 1
+    """Ranks that share the core's layers; every loop passes all of them."""
     sequence_parallel: bool = False
     """Shard the sequence between the matrix products of tensor-parallel layers."""
     timeout_sec: float = 1_800.0
@@ -227,6 +254,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for key in ("tensor", "pipeline"):
             require(getattr(self, key) >= 1, f"parallel.{key}", getattr(self, key), "an integer >= 1")
+        require(self.timeout_sec > 0, "parallel.timeout_sec", self.timeout_sec, "> 0")
         require(
             self.tensor > 1 or not self.sequence_parallel, "parallel.sequence_parallel", True,
             f"false, or parallel.tensor > 1 (it is {self.tensor})",
@@ -246,6 +274,7 @@ class ZeroConfig:
 
     def __post_init__(self) -> None:
         require(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "0, 1, 2 or 3")
+        require(self.bucket_elements >= 1, "zero.bucket_elements", self.bucket_elements, "an integer >= 1")
 
 
 @dataclass(kw_only=True)
@@ -301,6 +330,7 @@ class LoggingConfig:
     wandb: Literal["offline", "online", "disabled"] | None = None
     """null: WANDB_MODE, or offline."""
     wandb_project: str = "looped-pretrain"
+    """wandb's project; the run's name is `run.name`."""
     profile_steps: list[int] = field(default_factory=list)
     """[first, last] step of a torch.profiler trace in the run's folder. Empty: none."""
 
