@@ -179,18 +179,14 @@ def test_curricula_ramp_mu_and_backprop_loops() -> None:
     late = make_sampler(curriculum="one_minus_sqrt", curriculum_steps=100, mean_loops=9.0)
     assert [late.mean_at(step) for step in (0, 75, 100)] == [1, 5, 9]
     assert all(late.mean_at(step) < linear.mean_at(step) for step in range(1, 100))
-    fixed = make_sampler(
-        distribution="fixed", curriculum="linear", curriculum_steps=7, backprop_loops=3
-    )
+    fixed = make_sampler(distribution="fixed", curriculum="linear", curriculum_steps=7, backprop_loops=3)
     assert [int(fixed.draw(step).num_loops[0]) for step in range(9)] == [1, 2, 3, 4, 5, 6, 7, 8, 8]
     assert fixed.backprop_loops_at(0) == 3
 
 
 @pytest.mark.parametrize("distribution", ["poisson", "lognormal_poisson", "uniform"])
 def test_ramped_draws_follow_the_mean(distribution: str) -> None:
-    sampler = make_sampler(
-        distribution=distribution, curriculum="linear", curriculum_steps=10, global_batch_size=512
-    )
+    sampler = make_sampler(distribution=distribution, curriculum="linear", curriculum_steps=10, global_batch_size=512)
     means = [sampler.draw(step).num_loops.mean() for step in (0, 5, 10, 11)]
     assert means[0] < means[1] < means[2] == pytest.approx(means[3], abs=0.05)
 
@@ -311,9 +307,7 @@ def test_state_survives_json_and_names_each_difference() -> None:
 def test_sampler_from_config() -> None:
     recurrence = RecurrenceConfig(mean_loops=6.0, backprop_loops=2, max_loops=20)
     sampler = DepthSampler.from_config(recurrence, seed=3, global_batch_size=16)
-    assert sampler == make_sampler(
-        mean_loops=6.0, backprop_loops=2, max_loops=20, seed=3, global_batch_size=16
-    )
+    assert sampler == make_sampler(mean_loops=6.0, backprop_loops=2, max_loops=20, seed=3, global_batch_size=16)
 
 
 @pytest.mark.parametrize(
@@ -368,9 +362,7 @@ def test_every_row_gets_exactly_its_loops(
 ) -> None:
     depths = Depths.truncated(counts, backprop_loops)
     min_grad = min(min_grad, backprop_loops)  # no rank can ask for more
-    plan = LoopPlan.from_depths(
-        depths, bucket=bucket, min_no_grad_loops=min_no_grad, min_grad_loops=min_grad
-    )
+    plan = LoopPlan.from_depths(depths, bucket=bucket, min_no_grad_loops=min_no_grad, min_grad_loops=min_grad)
     no_grad, grad = run_plan(plan)
     assert np.array_equal(no_grad, depths.no_grad_loops)
     assert np.array_equal(grad, depths.grad_loops)
@@ -454,9 +446,7 @@ def test_lockstep_makes_every_rank_call_the_core_equally_often(
         assert sorted(np.concatenate(cut)) == list(range(len(share)))
         for index, (rows, (no_grad, grad)) in enumerate(zip(cut, lockstep, strict=True)):
             own = LoopPlan.from_depths(share.rows(rows))
-            plan = LoopPlan.from_depths(
-                share.rows(rows), min_no_grad_loops=no_grad, min_grad_loops=grad
-            )
+            plan = LoopPlan.from_depths(share.rows(rows), min_no_grad_loops=no_grad, min_grad_loops=grad)
             assert (len(plan.no_grad), len(plan.grad)) == (no_grad, grad)
             reached[index] = np.maximum(reached[index], (len(own.no_grad), len(own.grad)))
     assert np.array_equal(reached, lockstep)  # no longer than the deepest rank needs

@@ -68,9 +68,7 @@ def expected_loops(thresholds: NDArray[np.float64], backprop_loops: int) -> tupl
     return math.fsum(survival[backprop_loops:]), math.fsum(survival[:backprop_loops])
 
 
-def ramped_mean(
-    mean_loops: float, curriculum: Curriculum, curriculum_steps: int, step: int
-) -> float:
+def ramped_mean(mean_loops: float, curriculum: Curriculum, curriculum_steps: int, step: int) -> float:
     """mu at `step`: 1 at step 0, `mean_loops` at step `curriculum_steps` and after.
 
     With x = step / curriculum_steps the ramp is x (linear) or 1 - sqrt(1 - x) (one_minus_sqrt:
@@ -109,9 +107,7 @@ def _lognormal_poisson(mean_rate: float, sigma: float) -> Iterator[Decimal]:
         terms = [term * rate / count for term, rate in zip(terms, rates, strict=True)]
 
 
-def _cumulate(
-    probabilities: Iterator[Decimal], first: int, max_loops: int | None
-) -> NDArray[np.float64]:
+def _cumulate(probabilities: Iterator[Decimal], first: int, max_loops: int | None) -> NDArray[np.float64]:
     """P(T <= t) for t = 1, 2, ..., while it is below 1 in float64 and t below `max_loops`.
 
     The first probability is that of T = `first`, and T = 0 counts as 1. The generator runs inside

@@ -8,9 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def uniforms(
-    seed: int, purpose: int, step: int, count: int, position: int = 0
-) -> NDArray[np.float64]:
+def uniforms(seed: int, purpose: int, step: int, count: int, position: int = 0) -> NDArray[np.float64]:
     """`count` uniform numbers in [0, 1), multiples of 2^-53, from the arguments alone.
 
     The Philox-4x64 generator is keyed with (seed, purpose) and its counter starts at

@@ -154,9 +154,7 @@ def _descending(depths: Depths) -> NDArray[np.int64]:
     return np.argsort(-depths.num_loops, kind="stable")
 
 
-def _phase(
-    loops: NDArray[np.int64], num_steps: int, bucket: int, joined: int
-) -> tuple[LoopStep, ...]:
+def _phase(loops: NDArray[np.int64], num_steps: int, bucket: int, joined: int) -> tuple[LoopStep, ...]:
     """Steps of one phase for rows that need `loops` (descending) and end it together.
 
     Rows [0, joined) have had a loop before this phase.

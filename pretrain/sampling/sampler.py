@@ -124,9 +124,7 @@ class DepthSampler:
             name + "mean_loops", self.mean_loops,
             "a multiple of 0.5, since distribution=uniform is on 1 .. 2 mean_loops - 1",
         )  # fmt: skip
-        require(
-            self.lognormal_sigma > 0, name + "lognormal_sigma", self.lognormal_sigma, "> 0"
-        )  # fmt: skip
+        require(self.lognormal_sigma > 0, name + "lognormal_sigma", self.lognormal_sigma, "> 0")
         require(
             self.curriculum == "none" or self.curriculum_steps >= 1,
             name + "curriculum_steps", self.curriculum_steps,
@@ -139,9 +137,7 @@ class DepthSampler:
         )  # fmt: skip
 
     @classmethod
-    def from_config(
-        cls, recurrence: RecurrenceConfig, *, seed: int, global_batch_size: int
-    ) -> DepthSampler:
+    def from_config(cls, recurrence: RecurrenceConfig, *, seed: int, global_batch_size: int) -> DepthSampler:
         """The sampler of a run's `model.recurrence`, `train.seed` and `train.global_batch_size`."""
         return cls(
             distribution=recurrence.distribution,
@@ -218,9 +214,7 @@ class DepthSampler:
             )
 
     def _thresholds(self, step: int) -> NDArray[np.float64]:
-        return loop_thresholds(
-            self.distribution, self.mean_at(step), self.lognormal_sigma, self.max_loops
-        )
+        return loop_thresholds(self.distribution, self.mean_at(step), self.lognormal_sigma, self.max_loops)
 
     def _depths(self, step: int, u: NDArray[np.float64]) -> Depths:
         return Depths.truncated(loops_at(self._thresholds(step), u), self.backprop_loops_at(step))
