@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pretrain.config.model import Family, ModelConfig, RecurrenceConfig
+
 _PARCAE: dict[str, Any] = {
     "recurrence": {"injection": "diagonal", "prelude_norm": True, "state_init": "like_init", "output_projection": True}
 }
@@ -69,3 +71,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
+
+
+def make_model_config(family: Family, recurrence: dict[str, Any] | None = None, **settings: Any) -> ModelConfig:
+    """The model section with `settings` (and those of `recurrence`) over the family's preset."""
+    preset = FAMILIES[family] | settings
+    loops = FAMILIES[family].get("recurrence", {}) | (recurrence or {})
+    return ModelConfig(**preset | {"family": family, "recurrence": RecurrenceConfig(**loops)})

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,10 @@ from pretrain.model.loss import (
 )
 from pretrain.model.ops import TensorOps
 from pretrain.model.state import StateKey, initial_state
+
+if TYPE_CHECKING:
+    from pretrain.sampling.plan import LoopPlan, LoopStep
+    from pretrain.sampling.sampler import Depths
 
 
 @dataclass(frozen=True)
@@ -64,18 +68,35 @@ class MicroBatch(NamedTuple):
     """int64 [B, S]: positions within documents."""
     segments: Segments | None = None
     """Host-side form of document_ids."""
+    initial_state: Tensor | None = None
+    """h_0 [B, s, d_h] in place of a drawn one."""
 
 
 class Loops(NamedTuple):
-    """How many rows are active in each loop (prefixes, never shrinking); the rest is decided by the row order."""
+    """Which rows pass through the core in each loop: prefixes of the rows, never shrinking."""
 
-    no_grad: tuple[int, ...]
-    grad: tuple[int, ...]
+    no_grad: tuple[LoopStep, ...]
+    grad: tuple[LoopStep, ...]
     grad_loops: tuple[int, ...]
     """Gradient loops of each row [B]."""
     token_no_grad: Tensor | None = None
-    """Per-token depths int64 [B, S] (n and k of each token); rows then run to their deepest token."""
+    """Per-token loop counts int64 [B, S] (n and k of each token); rows then run to their deepest token."""
     token_grad: Tensor | None = None
+
+    @staticmethod
+    def of(plan: LoopPlan, depths: Depths, device: torch.device | str = "cpu") -> Loops:
+        """The loops of rows put in the order of `plan`; `depths`, per row [B] or token [B, S], are still in the old."""
+        no_grad, grad = depths.no_grad_loops[plan.order], depths.grad_loops[plan.order]
+        if grad.ndim == 1:
+            return Loops(plan.no_grad, plan.grad, tuple(grad.tolist()))
+        tokens = torch.from_numpy(no_grad).to(device), torch.from_numpy(grad).to(device)
+        return Loops(plan.no_grad, plan.grad, tuple(grad.max(1).tolist()), *tokens)
+
+    def local(self, positions: slice) -> Loops:
+        """The same with the per-token counts of a share of the positions."""
+        if self.token_no_grad is None or self.token_grad is None:
+            return self
+        return self._replace(token_no_grad=self.token_no_grad[:, positions], token_grad=self.token_grad[:, positions])
 
 
 class LossOutput(NamedTuple):
@@ -253,25 +274,23 @@ class LoopedLM(nn.Module):
         )  # fmt: skip
         local = self.ops.local_sequence(tokens.shape[1])
         e = self.encode(tokens, ctx, positions[:, local])
-        h_0 = initial_state(self.cfg, e, key, places[:, local])
+        h_0 = batch.initial_state
+        h_0 = initial_state(self.cfg, e, key, places[:, local]) if h_0 is None else h_0.to(e.dtype)
         inputs = LoopInputs(self.injection.input(e), ctx, self.look_up_values("core", tokens))
         objective = Objective(self, batch, loops, loss_cfg, totals, ctx, self.look_up_values("coda", tokens))
-        for loop, state in enumerate(self.run_loops(h_0, inputs, loops, objective)):
+        for loop, state in enumerate(self.run_loops(h_0, inputs, loops.local(local))):
             objective.add(loop, state)
         return objective.output()
 
-    def run_loops(
-        self, h_0: Tensor, inputs: LoopInputs, loops: Loops, objective: Objective | None = None
-    ) -> Iterator[Tensor]:
+    def run_loops(self, h_0: Tensor, inputs: LoopInputs, loops: Loops) -> Iterator[Tensor]:
         """Yields the state [b, s, d_h] after each gradient loop; the loops before run without gradient.
 
-        The state is detached where the gradient loops begin, in its both uses (injection and feedback). A loop with
-        no active row still runs one, whose result is thrown away (ranks that share collectives keep in step).
+        The state is detached where the gradient loops begin, in its both uses (injection and feedback).
         """
         state = h_0[:0]
         with torch.no_grad():
-            for loop, count in enumerate(loops.no_grad):
-                state = self._loop(state, h_0, inputs, count, loops, loop, grad=False)
+            for loop in range(len(loops.no_grad)):
+                state = self._loop(state, h_0, inputs, loops, loop, grad=False)
         state = state.detach()
         group = {"loop": 1, "every_k_loops": self.loops_per_checkpoint}.get(self.checkpointing)
         size = group or len(loops.grad)
@@ -281,7 +300,7 @@ class LoopedLM(nn.Module):
             def segment(state: Tensor, part: range = part) -> tuple[Tensor, ...]:
                 states = []
                 for loop in part:
-                    state = self._loop(state, h_0, inputs, loops.grad[loop], loops, loop, grad=True)
+                    state = self._loop(state, h_0, inputs, loops, loop, grad=True)
                     states.append(state)
                 return tuple(states)
 
@@ -289,31 +308,36 @@ class LoopedLM(nn.Module):
             yield from states
             state = states[-1]
 
-    def _loop(
-        self, state: Tensor, h_0: Tensor, inputs: LoopInputs, count: int, loops: Loops, loop: int, grad: bool
-    ) -> Tensor:
-        """One loop over the first `count` rows, of which those beyond the state's join now with their h_0."""
-        if count == 0:
-            idle = self._core_step(h_0[:1], inputs.rows(1), self._first(h_0, 0, 1))
-            # Weight 0, but part of the graph, so that no parameter misses its gradient.
-            return torch.cat((state, (0 * idle)[:0])) if not grad else h_0[:0] + 0 * idle.sum()
-        joined = state.shape[0]
-        h = torch.cat((state, h_0[joined:count])) if count > joined else state
-        tokens = loops.token_grad if grad else loops.token_no_grad
-        if tokens is None:
-            return self._core_step(h, inputs.rows(count), self._first(h, joined, count))
-        # Per-token depths: a token waits with its last state (h_0 before its first update), serving keys and values
-        # from it, and joins so late that all tokens end together.
-        waiting = len(loops.grad if grad else loops.no_grad) - tokens[:count, :, None] > loop
-        done = loops.token_no_grad[:count, :, None] if grad else torch.zeros_like(tokens[:count, :, None])
-        index = loop - (len(loops.grad if grad else loops.no_grad) - tokens[:count, :, None])
-        first = (index == 0) & (done == 0)
-        return torch.where(waiting, h, self._core_step(h, inputs.rows(count), first | waiting & (done == 0)))
+    def _loop(self, state: Tensor, h_0: Tensor, inputs: LoopInputs, loops: Loops, loop: int, grad: bool) -> Tensor:
+        """One loop: the state [b, s, d_h] of the rows so far, joined by newcomers with their h_0, updated.
 
-    def _first(self, h: Tensor, joined: int, count: int) -> Tensor | None:
-        if not self.needs_first:
-            return None
-        return (torch.arange(count, device=h.device) >= joined)[:, None, None]
+        What waits passes through the core with the rest and keeps its state: rows beyond the active ones, and tokens
+        of a smaller count than the loops left in this phase, which meanwhile serve keys and values from that state
+        (before its first update, h_0). So all rows and tokens end together. The discarded update stays in the graph
+        with a gradient of zero: under ZeRO-3 a rank without active rows still gives every parameter its gradient.
+        """
+        step = (loops.grad if grad else loops.no_grad)[loop]
+        joined, count = state.shape[0], step.computed
+        h = state if joined == count else torch.cat((state, h_0[joined:count]))
+        first, waiting = self._marks(loops, loop, grad, h.device)
+        updated = self._core_step(h, inputs.rows(count), first)
+        return updated if waiting is None else torch.where(waiting, h, updated)
+
+    def _marks(
+        self, loops: Loops, loop: int, grad: bool, device: torch.device
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(no update so far, waits in this loop), bool [b, 1 or s, 1] each; None where nothing depends on it."""
+        steps, tokens = (loops.grad, loops.token_grad) if grad else (loops.no_grad, loops.token_no_grad)
+        step = steps[loop]
+        if tokens is None:
+            rows = torch.arange(step.computed, device=device)[:, None, None]
+            waiting = rows >= step.active if step.active < step.computed else None
+            return rows >= step.first if self.needs_first else None, waiting
+        own, left = tokens[: step.computed, :, None], len(steps) - loop
+        first = own <= left
+        if grad:
+            first = first & (loops.token_no_grad[: step.computed, :, None] == 0)
+        return first, own < left
 
     # ------------------------------------------------------------------------------------------------------- evaluation
 
@@ -395,12 +419,13 @@ class Objective:
         ctx: Context,
         values: Sequence[Tensor | None],
     ) -> None:
-        self.model, self.batch, self.loops, self.cfg, self.totals = model, batch, loops, cfg, totals
-        self.ctx, self.values = ctx, values
-        device = batch.tokens.device
-        self.weights = torch.tensor(loop_weights(list(loops.grad_loops), cfg.objective), device=device)  # [T, B]
-        own = torch.tensor(loops.grad_loops, device=device)
-        self.row_weights = 1 / own
+        self.model, self.batch, self.cfg, self.totals = model, batch, cfg, totals
+        self.ctx, self.values, self.num_loops = ctx, values, len(loops.grad)
+        own = loops.token_grad
+        own = torch.tensor(loops.grad_loops, device=batch.tokens.device)[:, None] if own is None else own
+        self.readout_weights = loop_weights(own, self.num_loops, cfg.objective)  # [T, B, 1 or S]
+        local = model.ops.local_sequence(own.shape[1])
+        self.state_weights = loop_weights(own[:, local], self.num_loops, "per_loop")  # [T, B, 1 or s]
         self.terms: dict[str, Tensor] = {}
 
     def _add(self, name: str, value: Tensor) -> None:
@@ -408,29 +433,24 @@ class Objective:
 
     def add(self, loop: int, state: Tensor) -> None:
         """Takes the state [b, s, d_h] after gradient loop `loop` (0-based)."""
-        count = state.shape[0]
-        if count == 0:
-            self._add("idle", state.sum())
-            return
-        last = loop == len(self.loops.grad) - 1
+        last = loop == self.num_loops - 1
         if last or self.cfg.objective != "terminal":
             self._add_readout(loop, state, last)
         if self.cfg.norm_penalty or self.cfg.scale_anchor:
-            length = self.batch.tokens.shape[1]
-            penalty, anchor = state_penalty(state, self.row_weights[:count], self.cfg, length)
+            weights = self.state_weights[loop, : state.shape[0]] / self.batch.tokens.shape[1]
+            penalty, anchor = state_penalty(state, weights, self.cfg)
             self._add("norm_penalty", penalty / self.totals.rows)
             self._add("scale_anchor", anchor / self.totals.rows)
 
     def _add_readout(self, loop: int, state: Tensor, last: bool) -> None:
         model, count = self.model, state.shape[0]
-        weights = self.weights[loop, :count]
         labels = self.batch.labels[:count]
         y = model.decode(state, self.ctx.rows(count), [v if v is None else v[:count] for v in self.values], None, last)
         y = model.ops.enter(y).flatten(0, 1)
         terminal = self.cfg.objective == "terminal"
-        token_weights = None if terminal else weights[:, None].expand(labels.shape).flatten()
+        weights = None if terminal else self.readout_weights[loop, :count].expand(labels.shape).flatten()
         settings = model.head_settings(self.cfg)
-        sums: HeadSums = head_sums(y, model.head_weight, labels.flatten(), token_weights, settings, model.ops)
+        sums: HeadSums = head_sums(y, model.head_weight, labels.flatten(), weights, settings, model.ops)
         self._add("cross_entropy", sums.cross_entropy / self.totals.tokens)
         self._add("z_loss", sums.z / self.totals.tokens)
 
@@ -438,8 +458,8 @@ class Objective:
         """The weighted sum of the terms, and each term by itself."""
         scale = {
             "cross_entropy": 1.0, "z_loss": self.cfg.z_loss, "norm_penalty": self.cfg.norm_penalty,
-            "scale_anchor": self.cfg.scale_anchor, "idle": 0.0,
+            "scale_anchor": self.cfg.scale_anchor,
         }  # fmt: skip
-        loss = sum(scale[name] * value for name, value in self.terms.items() if scale[name] or name == "idle")
-        metrics = {name: value.detach() for name, value in self.terms.items() if name != "idle"}
+        loss = sum(scale[name] * value for name, value in self.terms.items() if scale[name])
+        metrics = {name: value.detach() for name, value in self.terms.items()}
         return LossOutput(loss, metrics | {"loss": loss.detach()})

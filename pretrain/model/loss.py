@@ -94,7 +94,7 @@ def head_sums(
     if plain and torch.is_grad_enabled():
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=settings.chunk_tokens)
         loss = F.linear_cross_entropy(
-            hidden, weight[: settings.vocab_size].to(hidden.dtype), labels, reduction="sum", ignore_index=-100,
+            hidden, weight[: settings.vocab_size].to(hidden.dtype), labels.clamp(min=-1), reduction="sum", ignore_index=-1,
             label_smoothing=settings.label_smoothing, options=options,
         )  # fmt: skip
         loss = fp32_at_least(loss)
@@ -110,31 +110,23 @@ def head_sums(
     return HeadSums(cross_entropy, z)
 
 
-def loop_weights(grad_loops: list[int], objective: str) -> list[list[float]]:
-    """Weight of each gradient loop in each row's loss: [T][B], rows joining late so that all end together.
+def loop_weights(grad_loops: Tensor, num_loops: int, objective: str) -> Tensor:
+    """Weight of each of `num_loops` gradient loops in the loss of each row or token: [...] -> fp32 [num_loops, ...].
 
-    A row's weights sum to 1 over its own gradient loops: the last one (terminal), all (per_loop), or those with
-    0-based index in [floor(2k/3), k) (last_third, FLT's FEW).
+    All end together, so the own loops, `grad_loops` of them, are the last ones. Their weights sum to 1: the last one
+    (terminal), all (per_loop), or those with 0-based index in [floor(2k/3), k) (last_third, FLT's FEW).
     """
-    most = max(grad_loops)
-
-    def weight(loop: int, own: int) -> float:
-        index = loop - (most - own)
-        if objective == "terminal":
-            return float(index == own - 1)
-        start = 2 * own // 3 if objective == "last_third" else 0
-        return 1 / (own - start) if index >= start else 0.0
-
-    return [[weight(loop, own) for own in grad_loops] for loop in range(most)]
+    loops = torch.arange(num_loops, device=grad_loops.device).view(-1, *[1] * grad_loops.ndim)
+    index = loops - (num_loops - grad_loops)
+    start = {"terminal": grad_loops - 1, "per_loop": 0, "last_third": 2 * grad_loops // 3}[objective]
+    return (index >= start) / (grad_loops - start)
 
 
-def state_penalty(h: Tensor, row_weights: Tensor, cfg: LossConfig, sequence_length: int) -> tuple[Tensor, Tensor]:
-    """Row-weighted sums of (norm penalty, scale anchor) of a state h [B, s, d_h], un-normalised, in fp32.
+def state_penalty(h: Tensor, weights: Tensor, cfg: LossConfig) -> tuple[Tensor, Tensor]:
+    """Weighted sums of (norm penalty, scale anchor) over the positions of a state h [B, s, d_h], un-normalised, in fp32.
 
-    norm penalty: mean over positions and channels of h^2; scale anchor: mean over positions of (rms(h) - target)^2.
-    Means are over the full sequence, so that shares of it add up.
+    norm penalty: mean over channels of h^2; scale anchor: (rms(h) - target)^2. `weights` [B, 1 or s] of each position.
     """
     mean_square = fp32_at_least(h).square().mean(-1)
-    penalty = (mean_square.sum(-1) / sequence_length * row_weights).sum()
     anchor = ((mean_square + 1e-12).sqrt() - cfg.scale_target).square()
-    return penalty, (anchor.sum(-1) / sequence_length * row_weights).sum()
+    return (mean_square * weights).sum(), (anchor * weights).sum()

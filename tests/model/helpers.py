@@ -1,0 +1,59 @@
+"""Training batches for the tests of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pretrain.config.schema import LossConfig
+from pretrain.model.attention_mask import make_context
+from pretrain.model.looped import LoopedLM, LoopInputs, Loops, LossOutput, MicroBatch
+from pretrain.model.loss import Totals
+from pretrain.model.state import StateKey, initial_state
+from pretrain.sampling import Depths, LoopPlan
+
+
+def make_batch(
+    tokens: Tensor,
+    labels: Tensor,
+    no_grad: Sequence[int],
+    grad: Sequence[int],
+    state: Tensor | None = None,
+    **options: int,
+) -> tuple[MicroBatch, Loops, Tensor]:
+    """(rows in descending order of loop counts, their loops, the order); `options` as of LoopPlan.from_depths."""
+    depths = Depths(np.asarray(no_grad), np.asarray(grad))
+    plan = LoopPlan.from_depths(depths, **options)
+    order = torch.from_numpy(plan.order)
+    batch = MicroBatch(tokens[order], labels[order], order, initial_state=None if state is None else state[order])
+    return batch, Loops.of(plan, depths), order
+
+
+def train_loss(model: LoopedLM, batch: MicroBatch, loops: Loops, cfg: LossConfig | None = None) -> LossOutput:
+    """The loss with this micro-batch as the global batch, and its gradients in the parameters."""
+    model.zero_grad(set_to_none=True)
+    totals = Totals(float((batch.labels >= 0).sum()), float(len(batch.rows)))
+    output = model(batch, loops, StateKey(seed=1, step=0, rows=batch.rows), cfg or LossConfig(), totals)
+    output.loss.backward()
+    return output
+
+
+def train_states(model: LoopedLM, batch: MicroBatch, loops: Loops) -> list[Tensor]:
+    """States after each gradient loop, as the training forward makes them."""
+    tokens = batch.tokens
+    positions = torch.arange(tokens.shape[1])[None]
+    ctx = make_context(model.cfg, tokens.shape[1], tokens.device, model.compute_dtype)
+    e = model.encode(tokens, ctx, positions)
+    h_0 = batch.initial_state
+    h_0 = initial_state(model.cfg, e, StateKey(1, 0, batch.rows), positions) if h_0 is None else h_0
+    inputs = LoopInputs(model.injection.input(e), ctx, model.look_up_values("core", tokens))
+    return list(model.run_loops(h_0, inputs, loops))
+
+
+def state_logits(model: LoopedLM, tokens: Tensor, state: Tensor, last: bool = True) -> Tensor:
+    """fp32 logits [B, S, vocab_size] read out from a state."""
+    ctx = make_context(model.cfg, tokens.shape[1], tokens.device, model.compute_dtype)
+    return model.readout_logits(model.decode(state, ctx, model.look_up_values("coda", tokens), last=last))
