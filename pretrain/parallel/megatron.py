@@ -1,0 +1,137 @@
+"""The adapter for megatron-core: process groups, and this process's place in them.
+
+World = tensor x pipeline x data, in megatron-core's order: tensor ranks are neighbours (they talk in every layer), then
+data ranks, then pipeline stages. No other module imports megatron-core.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pretrain.errors import ConfigError
+from pretrain.parallel import cpu_shim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes, ranks and process groups of this process. Ranks count from 0 within their group."""
+
+    world_size: int
+    rank: int
+    local_rank: int
+    device: torch.device
+    tensor_size: int
+    tensor_rank: int
+    pipeline_size: int
+    pipeline_rank: int
+    data_size: int
+    data_rank: int
+    sequence_parallel: bool
+    tensor_group: dist.ProcessGroup
+    pipeline_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup
+    model_group: dist.ProcessGroup
+    """Tensor x pipeline: the ranks that together hold one model."""
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that writes for all."""
+        return self.rank == 0
+
+
+def without_local_rank(arguments: Sequence[str]) -> list[str]:
+    """The command line without the `--local_rank=N` that the deepspeed launcher inserts."""
+    return [a for a in arguments if not a.startswith(("--local_rank=", "--local-rank="))]
+
+
+def ensure_environment() -> None:
+    """Completes the launcher's variables; without a launcher, describes a world of one process on a free port.
+
+    Errors: ConfigError where srun started several tasks that would each train alone.
+    """
+    if "RANK" not in os.environ:
+        tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+        if tasks > 1:
+            raise ConfigError(
+                f"srun started {tasks} tasks, but RANK is not set, so that each would train alone: "
+                "start them through launchers/, torchrun or deepspeed, or export RANK, LOCAL_RANK, WORLD_SIZE, "
+                "MASTER_ADDR and MASTER_PORT."
+            )
+        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_SIZE": 1, "MASTER_PORT": _free_port()}
+        os.environ.update({name: str(value) for name, value in alone.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.setdefault("LOCAL_RANK", "0")
+    # torchrun's name for what DeepSpeed's CPU accelerator calls LOCAL_SIZE.
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def initialize(tensor: int, pipeline: int, sequence_parallel: bool, timeout_sec: float) -> Layout:
+    """Creates every process group (NCCL with CUDA, else gloo) and returns this process's layout. Collective over all.
+
+    Calls `ensure_environment` first. `timeout_sec` bounds each collective (model-parallel groups: rounded up to
+    whole minutes, megatron-core's unit). Errors: ConfigError where the world is no multiple of tensor x pipeline.
+    """
+    ensure_environment()
+    world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    if world_size % (tensor * pipeline):
+        raise ConfigError(
+            f"{world_size} processes cannot be laid out as parallel.tensor={tensor} x parallel.pipeline={pipeline} x "
+            f"data: start a multiple of {tensor * pipeline} processes, or lower parallel.tensor or parallel.pipeline."
+        )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    cpu_shim.install(schedules=pipeline > 1)
+    from megatron.core import parallel_state
+
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=timeout_sec),
+        # Binding the device connects at once, which names a rank that is missing; a single rank has no peer.
+        device_id=device if device.type == "cuda" and world_size > 1 else None,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        distributed_timeout_minutes=max(1, math.ceil(timeout_sec / 60)),
+        create_gloo_process_groups=False,
+    )
+    return Layout(
+        world_size=world_size,
+        rank=dist.get_rank(),
+        local_rank=local_rank,
+        device=device,
+        tensor_size=tensor,
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pipeline_size=pipeline,
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        sequence_parallel=sequence_parallel,
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+        data_group=parallel_state.get_data_parallel_group(),
+        model_group=parallel_state.get_model_parallel_group(),
+    )
+
+
+def shutdown() -> None:
+    """Destroys the process groups. Only after a clean end: a failed process leaves without collectives."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
