@@ -38,7 +38,7 @@ def end_processes(processes: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def run_ranks(world: int, target: str, *, timeout_sec: float = 120.0, **arguments: Any) -> list[Any]:
+def run_ranks(world: int, target: str, *, timeout_sec: float = 240.0, **arguments: Any) -> list[Any]:
     """What `target` ("module:function") returned in each of `world` processes that form one world; JSON both ways.
 
     The function gets `arguments` and finds RANK, WORLD_SIZE, ... in its environment. Raises AssertionError, with every
