@@ -63,7 +63,7 @@ def fetch_from_hub(
         ) from error
     names = {file.rfilename: file.size or 0 for file in info.siblings or []}
     sizes = _choose(names, subset, max_files, f"{REPOSITORY}@{revision}")
-    _begin(out, sizes)
+    _begin(out, sizes, takes_room=True)
     try:
         api.snapshot_download(
             REPOSITORY,
@@ -94,7 +94,7 @@ def fetch_from_mirror(
         for path in mirror.rglob("*.parquet")
     }
     sizes = _choose(found, subset, max_files, str(mirror))
-    _begin(out, sizes if copy else {})
+    _begin(out, sizes, takes_room=copy)
     for name in tqdm(sizes, desc=subset, unit="file"):
         source, target = (mirror / name).absolute(), out / name
         if target.exists() and target.stat().st_size == sizes[name]:
@@ -118,11 +118,11 @@ def _choose(available: Sizes, subset: str, max_files: int | None, where: str) ->
     return {name: available[name] for name in names}
 
 
-def _begin(out: Path, sizes: Sizes) -> None:
+def _begin(out: Path, sizes: Sizes, takes_room: bool) -> None:
     """Marks `out` as incomplete; ConfigError if it holds other files or the disk lacks the room."""
     out.mkdir(parents=True, exist_ok=True)
     here = {path.relative_to(out).as_posix(): path for path in out.rglob("*.parquet")}
-    others = sorted(here.keys() - sizes.keys()) if sizes else []
+    others = sorted(here.keys() - sizes.keys())
     if others:
         raise ConfigError(
             f"{out}: holds {len(others)} files that are not asked for, such as {others[0]}; "
@@ -130,7 +130,7 @@ def _begin(out: Path, sizes: Sizes) -> None:
         )
     missing = sum(size for name, size in sizes.items() if name not in here)
     free = shutil.disk_usage(out).free
-    if missing > free:
+    if takes_room and missing > free:
         raise ConfigError(
             f"{out}: {missing / 1e9:.1f} GB to fetch, {free / 1e9:.1f} GB free; make room, choose "
             "another --out or fewer --max-files"
