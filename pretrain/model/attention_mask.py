@@ -133,7 +133,8 @@ def make_context(
     cos, sin = rope_tables(cfg, positions) if cfg.positions == "rope" else (None, None)
     windows = cfg.sliding_window is not None
     flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and past == 0 and key_valid is None
-    if flash and (segments is not None):
+    if flash and document_ids is not None:
+        segments = segments or Segments.of(document_ids)
         return Context(cos, sin, None, None, segments.boundaries.to(device, non_blocking=True), segments.row_ends)
     keys = torch.arange(past + length, device=device)
     # One query against a cache sees every key: no mask is needed then either.

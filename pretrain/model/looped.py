@@ -131,16 +131,19 @@ class PositionEmbedding(nn.Module):
         return nn.functional.embedding(positions, self.weight)
 
 
-class TokenEmbedding(nn.Module):
-    """The vocabulary-sharded table: tokens [B, S] -> [B, s, D]."""
+class VocabularyMatrix(nn.Module):
+    """The vocabulary-sharded table [V, D] of the token embedding, the head, or both.
+
+    forward(use, ...) returns use(weight, ...): every use of the matrix passes through the module's call, where ZeRO-3
+    gathers its parameters.
+    """
 
     def __init__(self, cfg: ModelConfig, ops: TensorOps) -> None:
         super().__init__()
-        self.ops = ops
         self.weight = mark(nn.Parameter(torch.empty(cfg.padded_vocab_size // ops.size, cfg.width)), ops, 0)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.ops.embed(tokens, self.weight)
+    def forward(self, use: Callable[..., Any], *args: Any) -> Any:
+        return use(self.weight, *args)
 
 
 class LoopedLM(nn.Module):
@@ -155,7 +158,7 @@ class LoopedLM(nn.Module):
         self.checkpointing, self.loops_per_checkpoint = "none", 1
         self.compute_dtype = torch.float32
         recurrence, ops, stage = cfg.recurrence, self.ops, self.stage
-        self.embedding = TokenEmbedding(cfg, ops) if stage.first or (stage.last and cfg.tie_embeddings) else None
+        self.embedding = VocabularyMatrix(cfg, ops) if stage.first or (stage.last and cfg.tie_embeddings) else None
         learned = stage.first and cfg.positions == "learned"
         self.position_embedding = PositionEmbedding(cfg, ops) if learned else None
         self.prelude = self._layers("prelude", range(cfg.prelude_layers if stage.first else 0))
@@ -169,7 +172,7 @@ class LoopedLM(nn.Module):
         has_norm = stage.last and (recurrence.readout != "raw" or cfg.norm_before_coda)
         self.final_norm = RMSNorm(cfg.width, cfg, ops) if has_norm else None
         untied = stage.last and not cfg.tie_embeddings
-        self.head = Linear(cfg.width, cfg.padded_vocab_size, ops, 0) if untied else None
+        self.head = VocabularyMatrix(cfg, ops) if untied else None
         self.dropout = nn.Dropout(cfg.dropout)
         self._core_step: Callable[..., Tensor] = self.core_step
 
@@ -217,7 +220,7 @@ class LoopedLM(nn.Module):
 
     def encode(self, tokens: Tensor, ctx: Context, positions: Tensor, cache: LoopCache | None = None) -> Tensor:
         """e [B, s, D] in the compute type: embedding, prelude and its norm."""
-        x = self.embedding(tokens)
+        x = self.embedding(self.ops.embed, tokens)
         if self.cfg.scale_embeddings:
             x = x * self.cfg.width**0.5
         if self.position_embedding is not None:
@@ -255,13 +258,21 @@ class LoopedLM(nn.Module):
         )
 
     @property
-    def head_weight(self) -> Tensor:
-        """This rank's vocabulary rows of the output matrix, [V, D]."""
-        return self.embedding.weight if self.head is None else self.head.weight
+    def vocabulary_head(self) -> VocabularyMatrix:
+        """The output matrix: the embedding's where they are tied."""
+        return self.embedding if self.head is None else self.head
+
+    def compile_core(self) -> None:
+        """Compiles the step of one loop, with the loop outside: few graphs, whatever the loop counts."""
+        self._core_step = torch.compile(self.core_step)
 
     # --------------------------------------------------------------------------------------------------------- training
 
-    def forward(
+    def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """`training_loss`, `loop_losses` or `logits` by name: what wraps the model hooks into its call."""
+        return getattr(self, method)(*args, **kwargs)
+
+    def training_loss(
         self, batch: MicroBatch, loops: Loops, key: StateKey, loss_cfg: LossConfig, totals: Totals
     ) -> LossOutput:
         """This micro-batch's share of the training loss, with truncated backpropagation through the loops."""
@@ -285,13 +296,13 @@ class LoopedLM(nn.Module):
     def run_loops(self, h_0: Tensor, inputs: LoopInputs, loops: Loops) -> Iterator[Tensor]:
         """Yields the state [b, s, d_h] after each gradient loop; the loops before run without gradient.
 
-        The state is detached where the gradient loops begin, in its both uses (injection and feedback).
+        The state is detached where the gradient loops begin, in both its uses (injection and feedback).
         """
         state = h_0[:0]
         with torch.no_grad():
             for loop in range(len(loops.no_grad)):
                 state = self._loop(state, h_0, inputs, loops, loop, grad=False)
-        state = state.detach()
+        state = self._detach(state, h_0, loops)
         group = {"loop": 1, "every_k_loops": self.loops_per_checkpoint}.get(self.checkpointing)
         size = group or len(loops.grad)
         for start in range(0, len(loops.grad), size):
@@ -307,6 +318,19 @@ class LoopedLM(nn.Module):
             states = self._checkpoint(segment, state) if group and torch.is_grad_enabled() else segment(state)
             yield from states
             state = states[-1]
+
+    def _detach(self, state: Tensor, h_0: Tensor, loops: Loops) -> Tensor:
+        """The state where the gradient loops begin: a constant, except that what had no update yet still is h_0.
+
+        With state_init=input h_0 depends on parameters; they get a gradient (zero) also where no row begins here.
+        """
+        started = loops.no_grad[-1].active if loops.no_grad else 0
+        state = state[:started].detach()
+        if not h_0.requires_grad:
+            return state
+        tokens = loops.token_no_grad
+        updated = torch.ones((), dtype=torch.bool, device=h_0.device) if tokens is None else tokens[:started, :, None] > 0
+        return torch.where(updated, state, h_0[:started])
 
     def _loop(self, state: Tensor, h_0: Tensor, inputs: LoopInputs, loops: Loops, loop: int, grad: bool) -> Tensor:
         """One loop: the state [b, s, d_h] of the rows so far, joined by newcomers with their h_0, updated.
@@ -348,6 +372,7 @@ class LoopedLM(nn.Module):
         num_loops: int,
         *,
         document_ids: Tensor | None = None,
+        segments: Segments | None = None,
         positions: Tensor | None = None,
         key_valid: Tensor | None = None,
         state: Tensor | None = None,
@@ -359,8 +384,7 @@ class LoopedLM(nn.Module):
         positions = places if positions is None else positions
         ctx = make_context(
             self.cfg, length, tokens.device, self.compute_dtype,
-            positions=positions, document_ids=document_ids, key_valid=key_valid, past=past,
-            segments=None if document_ids is None else Segments.of(document_ids),
+            positions=positions, document_ids=document_ids, segments=segments, key_valid=key_valid, past=past,
         )  # fmt: skip
         local = self.ops.local_sequence(length)
         e = self.encode(tokens, ctx, positions[:, local], cache)
@@ -368,7 +392,8 @@ class LoopedLM(nn.Module):
         inputs = LoopInputs(self.injection.input(e), ctx, self.look_up_values("core", tokens))
         for t in range(num_loops):
             first = torch.full((1, 1, 1), t == 0, device=h.device) if self.needs_first else None
-            h = self.core_step(h, inputs, first, cache, t) if cache else self._core_step(h, inputs, first)
+            step = self._core_step if cache is None else self.core_step
+            h = step(h, inputs, first, cache, t)
             yield h, ctx
 
     @torch.no_grad()
@@ -383,7 +408,7 @@ class LoopedLM(nn.Module):
     def readout_logits(self, y: Tensor) -> Tensor:
         """Decoded states [B, s, D] -> fp32 logits over the whole vocabulary [B, S, vocab_size]."""
         y = self.ops.enter(y)
-        logits = head_logits(y, self.head_weight, self.head_settings(), self.ops)
+        logits = self.vocabulary_head(head_logits, y, self.head_settings(), self.ops)
         return self.ops.gather_vocab(logits)[..., : self.cfg.vocab_size]
 
     @torch.no_grad()
@@ -401,7 +426,7 @@ class LoopedLM(nn.Module):
             y = self.ops.enter(self.decode(h, ctx, values)).flatten(0, 1)
             chunks = zip(y.split(2_048), labels.flatten().split(2_048), strict=True)
             settings = self.head_settings()
-            losses = [token_losses(c, self.head_weight, label, settings, self.ops)[0] for c, label in chunks]
+            losses = [self.vocabulary_head(token_losses, c, label, settings, self.ops)[0] for c, label in chunks]
             out[wanted[t]] = torch.cat(losses).view(labels.shape)
         return out
 
@@ -421,11 +446,12 @@ class Objective:
     ) -> None:
         self.model, self.batch, self.cfg, self.totals = model, batch, cfg, totals
         self.ctx, self.values, self.num_loops = ctx, values, len(loops.grad)
-        own = loops.token_grad
-        own = torch.tensor(loops.grad_loops, device=batch.tokens.device)[:, None] if own is None else own
+        rows = torch.tensor(loops.grad_loops, device=batch.tokens.device)[:, None]
+        own = rows if loops.token_grad is None else loops.token_grad
         self.readout_weights = loop_weights(own, self.num_loops, cfg.objective)  # [T, B, 1 or S]
-        local = model.ops.local_sequence(own.shape[1])
-        self.state_weights = loop_weights(own[:, local], self.num_loops, "per_loop")  # [T, B, 1 or s]
+        local = loops.local(model.ops.local_sequence(batch.tokens.shape[1])).token_grad
+        own = rows if local is None else local
+        self.state_weights = loop_weights(own, self.num_loops, "per_loop")  # [T, B, 1 or s]
         self.terms: dict[str, Tensor] = {}
 
     def _add(self, name: str, value: Tensor) -> None:
@@ -450,7 +476,7 @@ class Objective:
         terminal = self.cfg.objective == "terminal"
         weights = None if terminal else self.readout_weights[loop, :count].expand(labels.shape).flatten()
         settings = model.head_settings(self.cfg)
-        sums: HeadSums = head_sums(y, model.head_weight, labels.flatten(), weights, settings, model.ops)
+        sums: HeadSums = model.vocabulary_head(head_sums, y, labels.flatten(), weights, settings, model.ops)
         self._add("cross_entropy", sums.cross_entropy / self.totals.tokens)
         self._add("z_loss", sums.z / self.totals.tokens)
 

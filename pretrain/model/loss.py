@@ -52,7 +52,7 @@ def fp32_at_least(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def head_logits(hidden: Tensor, weight: Tensor, settings: HeadSettings, ops: TensorOps) -> Tensor:
+def head_logits(weight: Tensor, hidden: Tensor, settings: HeadSettings, ops: TensorOps) -> Tensor:
     """fp32 logits of this rank's vocabulary rows, [..., D] -> [..., V]; rows of the padding are cut or -inf."""
     if ops.size == 1:
         weight = weight[: settings.vocab_size]
@@ -67,23 +67,23 @@ def head_logits(hidden: Tensor, weight: Tensor, settings: HeadSettings, ops: Ten
 
 
 def token_losses(
-    hidden: Tensor, weight: Tensor, labels: Tensor, settings: HeadSettings, ops: TensorOps
+    weight: Tensor, hidden: Tensor, labels: Tensor, settings: HeadSettings, ops: TensorOps
 ) -> tuple[Tensor, Tensor]:
     """Cross entropy and logsumexp of each token, fp32 [N] each: hidden [N, D], labels [N] (below 0: loss 0)."""
-    return ops.token_losses(head_logits(hidden, weight, settings, ops), labels, settings.label_smoothing)
+    return ops.token_losses(head_logits(weight, hidden, settings, ops), labels, settings.label_smoothing)
 
 
 def _chunk_sums(
-    hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor, settings: HeadSettings, ops: TensorOps
+    weight: Tensor, hidden: Tensor, labels: Tensor, token_weights: Tensor, settings: HeadSettings, ops: TensorOps
 ) -> tuple[Tensor, Tensor]:
-    losses, logsumexp = token_losses(hidden, weight, labels, settings, ops)
+    losses, logsumexp = token_losses(weight, hidden, labels, settings, ops)
     valid = torch.where(labels < 0, 0.0, token_weights)
     return (losses * valid).sum(), (logsumexp.square() * valid).sum()
 
 
 def head_sums(
-    hidden: Tensor,
     weight: Tensor,
+    hidden: Tensor,
     labels: Tensor,
     token_weights: Tensor | None,
     settings: HeadSettings,
@@ -104,7 +104,7 @@ def head_sums(
     cross_entropy = z = torch.zeros((), device=hidden.device, dtype=fp32_at_least(hidden[:0]).dtype)
     for start in range(0, labels.shape[0], settings.chunk_tokens):
         part = slice(start, start + settings.chunk_tokens)
-        args = (hidden[part], weight, labels[part], token_weights[part], settings, ops)
+        args = (weight, hidden[part], labels[part], token_weights[part], settings, ops)
         sums = checkpoint(_chunk_sums, *args, use_reentrant=False) if torch.is_grad_enabled() else _chunk_sums(*args)
         cross_entropy, z = cross_entropy + sums[0], z + sums[1]
     return HeadSums(cross_entropy, z)

@@ -37,7 +37,7 @@ class TensorOps:
         """Positions of a sequence of `length` that this rank holds outside the sharded regions."""
         return slice(0, length)
 
-    def embed(self, tokens: Tensor, weight: Tensor) -> Tensor:
+    def embed(self, weight: Tensor, tokens: Tensor) -> Tensor:
         """Rows of the vocabulary-sharded table: tokens [B, S] -> [B, s, D]."""
         return F.embedding(tokens, weight)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pretrain.config.schema import LossConfig
@@ -19,14 +20,19 @@ from pretrain.sampling import Depths, LoopPlan
 def make_batch(
     tokens: Tensor,
     labels: Tensor,
-    no_grad: Sequence[int],
-    grad: Sequence[int],
+    no_grad: Sequence[int] | NDArray[np.int64],
+    grad: Sequence[int] | NDArray[np.int64],
     state: Tensor | None = None,
     **options: int,
 ) -> tuple[MicroBatch, Loops, Tensor]:
-    """(rows in descending order of loop counts, their loops, the order); `options` as of LoopPlan.from_depths."""
+    """(rows in descending order of loop counts, their loops, the order); counts per row [B] or per token [B, S].
+
+    `options` as of LoopPlan.from_depths.
+    """
     depths = Depths(np.asarray(no_grad), np.asarray(grad))
-    plan = LoopPlan.from_depths(depths, **options)
+    per_token = depths.grad_loops.ndim == 2
+    rows = Depths(depths.no_grad_loops.max(1), depths.grad_loops.max(1)) if per_token else depths
+    plan = LoopPlan.from_depths(rows, **options)
     order = torch.from_numpy(plan.order)
     batch = MicroBatch(tokens[order], labels[order], order, initial_state=None if state is None else state[order])
     return batch, Loops.of(plan, depths), order
@@ -36,7 +42,7 @@ def train_loss(model: LoopedLM, batch: MicroBatch, loops: Loops, cfg: LossConfig
     """The loss with this micro-batch as the global batch, and its gradients in the parameters."""
     model.zero_grad(set_to_none=True)
     totals = Totals(float((batch.labels >= 0).sum()), float(len(batch.rows)))
-    output = model(batch, loops, StateKey(seed=1, step=0, rows=batch.rows), cfg or LossConfig(), totals)
+    output = model.training_loss(batch, loops, StateKey(seed=1, step=0, rows=batch.rows), cfg or LossConfig(), totals)
     output.loss.backward()
     return output
 
@@ -45,7 +51,9 @@ def train_states(model: LoopedLM, batch: MicroBatch, loops: Loops) -> list[Tenso
     """States after each gradient loop, as the training forward makes them."""
     tokens = batch.tokens
     positions = torch.arange(tokens.shape[1])[None]
-    ctx = make_context(model.cfg, tokens.shape[1], tokens.device, model.compute_dtype)
+    ctx = make_context(
+        model.cfg, tokens.shape[1], tokens.device, model.compute_dtype, document_ids=batch.document_ids
+    )
     e = model.encode(tokens, ctx, positions)
     h_0 = batch.initial_state
     h_0 = initial_state(model.cfg, e, StateKey(1, 0, batch.rows), positions) if h_0 is None else h_0

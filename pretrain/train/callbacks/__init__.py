@@ -1,0 +1,10 @@
+"""What hooks into a run: metrics, console, wandb, validation, checkpoints, profiler."""
+
+from pretrain.train.callbacks.checkpointing import Checkpointing
+from pretrain.train.callbacks.console import Console
+from pretrain.train.callbacks.metrics import Metrics, Observer
+from pretrain.train.callbacks.profiler import Profiler
+from pretrain.train.callbacks.validation import Validation
+from pretrain.train.callbacks.wandb_logger import WandbLogger
+
+__all__ = ["Checkpointing", "Console", "Metrics", "Observer", "Profiler", "Validation", "WandbLogger"]

@@ -1,0 +1,67 @@
+"""One row of numbers per step and per validation, handed to metrics.jsonl and other observers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from pretrain.train.rates import Rates
+from pretrain.train.step import StepReport
+from pretrain.train.trainer import Callback, Timing, Trainer
+
+
+class Observer(Protocol):
+    """Takes rows on the main rank."""
+
+    def write(self, row: dict[str, Any]) -> None:
+        """One row; its `step` never falls."""
+
+    def close(self) -> None:
+        """After the last row."""
+
+
+class Metrics(Callback):
+    """Makes the rows. Main rank only; no collective.
+
+    A step's row has step, loss, grad_norm, lr, tokens, tokens_per_sec, mfu, hfu, num_loops_mean, skipped_steps and what
+    else the configuration brings. A validation's row has step and val_loss by loop count.
+    """
+
+    def __init__(self, observers: Sequence[Observer], rates: Rates) -> None:
+        self.observers, self.rates = observers, rates
+
+    def on_step(self, trainer: Trainer, report: StepReport, timing: Timing) -> None:
+        cfg, rate = trainer.cfg, self.rates.of(report.work, timing.step_sec)
+        values = report.hyperparameters
+        row: dict[str, Any] = {
+            "step": report.step,
+            "loss": report.terms.get("loss"),
+            "grad_norm": report.grad_norm,
+            "lr": values.lr,
+            "tokens": trainer.state.tokens,
+            "tokens_per_sec": cfg.tokens_per_step / timing.step_sec,
+            "mfu": rate.mfu,
+            "hfu": rate.hfu,
+            "num_loops_mean": report.num_loops_mean,
+            "grad_loops_mean": report.grad_loops_mean,
+            "skipped_steps": trainer.state.skipped_steps,
+            "step_sec": timing.step_sec,
+            "wait_sec": timing.wait_sec,
+        }
+        if cfg.optimizer.name == "muon":
+            row |= {"muon_lr": values.muon_lr, "muon_momentum": values.muon_momentum}
+        if report.needed_row_passes:
+            row["waste"] = report.executed_row_passes / report.needed_row_passes
+        row |= {name: value for name, value in report.terms.items() if name != "loss" and value != 0.0}
+        self._write(row)
+
+    def on_validation(self, trainer: Trainer, losses: dict[int, float]) -> None:
+        self._write({"step": trainer.state.step, "val_loss": {str(t): loss for t, loss in losses.items()}})
+
+    def on_end(self, trainer: Trainer) -> None:
+        for observer in self.observers:
+            observer.close()
+
+    def _write(self, row: dict[str, Any]) -> None:
+        for observer in self.observers:
+            observer.write(row)

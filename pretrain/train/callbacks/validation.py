@@ -1,0 +1,56 @@
+"""Loss on the validation split at several loop counts, from one pass over each batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from pretrain.config.schema import Config
+from pretrain.data.documents import IGNORED_LABEL
+from pretrain.data.validation import ValidationRows
+from pretrain.train.inputs import Inputs
+from pretrain.train.step import StepReport
+from pretrain.train.trainer import Callback, Timing, Trainer
+
+
+def validation_loops(cfg: Config) -> list[int]:
+    """The loop counts to report: as set, or 1, 2, 4 and mu."""
+    if cfg.model.family == "gpt":
+        return [1]
+    return cfg.validation.num_loops or sorted({1, 2, 4, cfg.model.recurrence.default_loops})
+
+
+class Validation(Callback):
+    """Every `validation.every_steps` steps and at the end. Collective over all ranks.
+
+    The loss is the sum over valid labels divided by their number, over all data-parallel ranks.
+    """
+
+    def __init__(self, rows: ValidationRows, bos_id: int) -> None:
+        self.rows, self.bos_id = rows, bos_id
+
+    def on_step(self, trainer: Trainer, report: StepReport, timing: Timing) -> None:
+        every = trainer.cfg.validation.every_steps
+        if (every is not None and report.step % every == 0) or trainer.is_last_step:
+            trainer.report_validation(self.measure(trainer))
+
+    @torch.no_grad()
+    def measure(self, trainer: Trainer) -> dict[int, float]:
+        """Mean loss in nats by loop count, the same on all ranks."""
+        loops, device = validation_loops(trainer.cfg), trainer.layout.device
+        sums = torch.zeros(len(loops) + 1, device=device, dtype=torch.float64)
+        module = trainer.engine.module
+        module.eval()
+        for batch in self.rows.batches(trainer.cfg.train.micro_batch_size):
+            inputs = Inputs.of(batch.tokens, trainer.cfg, self.bos_id, device)
+            labels = inputs.labels.masked_fill(batch.weights.to(device)[:, None] == 0, IGNORED_LABEL)
+            losses = trainer.engine(
+                "loop_losses", inputs.tokens, labels, loops,
+                document_ids=inputs.document_ids, positions=inputs.positions, segments=inputs.segments,
+            )  # fmt: skip
+            sums[:-1] += losses.sum((1, 2), dtype=torch.float64)
+            sums[-1] += (labels >= 0).sum()
+        module.train()
+        dist.all_reduce(sums, group=trainer.layout.data_group)
+        *totals, count = sums.tolist()
+        return {t: total / count for t, total in zip(loops, totals, strict=True)}
