@@ -35,6 +35,8 @@ from data_prep.tasks import (
     default_processes,
     only_builder,
     run_tasks,
+    sync,
+    sync_folder,
     write_text,
 )
 from pretrain.data.manifest import (
@@ -132,7 +134,9 @@ def _begin(
             )
         return
     shutil.rmtree(partial / "dataset", ignore_errors=True)
-    shutil.copytree(settings.tokenizer, partial / "dataset" / "tokenizer")
+    copy = partial / "dataset" / "tokenizer"
+    shutil.copytree(settings.tokenizer, copy)
+    sync_folder(copy)
     write_text(path, json.dumps(plan, indent=2))
 
 
@@ -244,6 +248,7 @@ def _finish(
     write_text(dataset / MANIFEST_NAME, manifest.to_json())
     read_manifest(dataset)
     os.replace(dataset, settings.out)
+    sync(partial.parent)
     for split, info in splits.items():
         print(
             f"{split}: {info.documents:,} documents, {info.tokens:,} tokens -> {info.rows:,} rows "

@@ -33,8 +33,8 @@ from pretrain.data.manifest import COLUMN, HASH, TokenizerInfo, token_dtype
 from pretrain.errors import ConfigError, DataError
 
 SPLITS = ("train", "validation")
-PART_TOKENS = 1 << 25
-"""Ids that an encoding process holds before it writes them (about 350 MB at its peak)."""
+PART_TOKENS = 1 << 24
+"""Ids that an encoding process holds before it writes them: 400 MB where documents are short."""
 CHECK_EVERY = 256
 """One document in so many is encoded by the saved tokenizer too, and the ids compared."""
 _EXAMPLES = 3

@@ -128,13 +128,22 @@ def write_text(path: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(temporary, path)
-    _sync(path.parent)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Brings one file, or the entries of one folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:
     """Brings every file below `folder` to disk, and the folder's own entries."""
     for path in [*folder.rglob("*"), folder, folder.parent]:
-        _sync(path)
+        sync(path)
 
 
 def default_processes() -> int:
@@ -159,14 +168,6 @@ def _recorded(task: Task, path: Path) -> None:
         raise DataError(
             f"{task.name}: {error}; finished work is kept: mend the cause and run the command again"
         ) from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _end_with_parent() -> None:

@@ -22,9 +22,8 @@ from data_prep.train_tokenizer import SPECIAL_TOKENS, _new_tokenizer
 from data_prep.verify_shards import read_rows
 from pretrain.data.manifest import read_manifest, read_shards
 
-WORDS = "the loop reads its own state and writes naïve Zürich 東京 12 345 (a) b.\n x's 🙂 <|bos|>".split(
-    " "
-)
+WORDS = ["the", "loop", "reads", "its", "own", "state", "and", "writes", "naïve", "Zürich", "東京"]
+WORDS += ["12", "345", "(a)", "b.\n", "x's", "🙂", "<|bos|>", ""]
 SEPARATOR = "<|endoftext|>"
 
 

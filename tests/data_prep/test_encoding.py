@@ -1,4 +1,4 @@
-"""Fast ids are those of the saved tokenizer, and tokenizers for which they would not be are refused."""
+"""Fast ids are those of the saved tokenizer; where they would not be, it is refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_other_ids_are_an_error(tokenizer: Path) -> None:
     encoder = Encoder(tokenizer)
     ids = encoder.encode("the loop reads")
     ids = np.concatenate([ids[:1], ids[:1], ids[2:]])
-    with pytest.raises(DataError, match="document 7: fast ids differ .* from token 1 on"):
+    with pytest.raises(DataError, match=r"document 7: fast ids differ .* from token 1 on"):
         encoder.check("the loop reads", ids, "document 7")
 
 

@@ -1,4 +1,4 @@
-"""Fetching from a hub on 127.0.0.1 and from a mirror: whole files, continued after a break, or a message."""
+"""From a hub on 127.0.0.1 and from a mirror: whole files, continued after a break, or a message."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_hub_gives_the_subset_and_continues_after_a_break(
 ) -> None:
     out = tmp_path / "out"
     hub.refused = {"sample/10BT/001.parquet"}
-    with pytest.raises(DataError, match="the download stopped .*run the same command to continue"):
+    with pytest.raises(DataError, match=r"the download stopped .*run the same command to continue"):
         fetch_from_hub("sample-10BT", out, endpoint=hub.url)
     with pytest.raises(ConfigError, match="download has not ended"):
         find_files([str(out)])
@@ -124,7 +124,7 @@ def test_hub_out_of_reach(hub: Hub, tmp_path: Path) -> None:
         ConfigError, match=r"fineweb-edu@main: http://127.0.0.1:9 does not give it .*--mirror"
     ):
         fetch_from_hub("sample-10BT", tmp_path / "out", endpoint="http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match="fineweb-edu@v9: http.* does not give it"):
+    with pytest.raises(ConfigError, match=r"fineweb-edu@v9: http.* does not give it"):
         fetch_from_hub("sample-10BT", tmp_path / "out", endpoint=hub.url, revision="v9")
     assert not (tmp_path / "out").exists()
 
@@ -159,6 +159,6 @@ def test_mirror_that_does_not_fit(
         ):
             fetch_from_mirror("sample-10BT", tmp_path / "out", mirror, copy=copy)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 10}))
-    with pytest.raises(ConfigError, match="GB to fetch, 0.0 GB free"):
+    with pytest.raises(ConfigError, match=r"GB to fetch, 0\.0 GB free"):
         fetch_from_mirror("sample-10BT", tmp_path / "full", mirror, copy=True)
     fetch_from_mirror("sample-10BT", tmp_path / "linked", mirror)

@@ -1,4 +1,4 @@
-"""Every kind of file gives the same documents, however it is cut, and says what is wrong with it."""
+"""Every kind of file gives the same documents, however it is cut, or says what is wrong."""
 
 from __future__ import annotations
 

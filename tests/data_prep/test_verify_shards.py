@@ -37,9 +37,8 @@ def flip_byte(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_good_set(built: Path, processes: int) -> None:
-    assert verify(built, processes) == []
+def test_good_set(built: Path) -> None:
+    assert verify(built) == []
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_every_bad_shard_is_named_with_exit_code_3(data_set: Path) -> None:
     flip_byte(shards[2].path, 200)
     result = subprocess.run(
         [sys.executable, "data_prep/verify_shards.py", str(data_set), "--processes", "1"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert result.returncode == 3
     assert "2 problems" in result.stderr
