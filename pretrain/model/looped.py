@@ -208,12 +208,13 @@ class LoopedLM(nn.Module):
             slot = None if cache is None else cache.slot(part, int(name), loop)
             args = (x, ctx, value, feedback, first, slot)
             if self.checkpointing == "layer" and torch.is_grad_enabled():
-                x = self._checkpoint(layer, *args)
+                x = self.checkpointed(layer, *args)
             else:
                 x = layer(*args)
         return x
 
-    def _checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+    def checkpointed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(*args), computed again in backward instead of keeping its intermediate results."""
         # Only dropout draws inside; saving the generators costs a device synchronisation per call.
         draws = self.cfg.dropout > 0
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws)
@@ -238,7 +239,12 @@ class LoopedLM(nn.Module):
         return self.run_layers("core", u, inputs.ctx, inputs.values, fed, first, cache, loop)
 
     def decode(
-        self, h: Tensor, ctx: Context, values: Sequence[Tensor | None], cache: LoopCache | None = None, last: bool = True
+        self,
+        h: Tensor,
+        ctx: Context,
+        values: Sequence[Tensor | None],
+        cache: LoopCache | None = None,
+        last: bool = True,
     ) -> Tensor:
         """State h [B, s, d_h] -> the head's input [B, S, D]: C, coda, and the readout's norm."""
         y = self.output_projection(h)
@@ -276,22 +282,31 @@ class LoopedLM(nn.Module):
         self, batch: MicroBatch, loops: Loops, key: StateKey, loss_cfg: LossConfig, totals: Totals
     ) -> LossOutput:
         """This micro-batch's share of the training loss, with truncated backpropagation through the loops."""
-        tokens = batch.tokens
-        places = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        positions = places if batch.positions is None else batch.positions
-        ctx = make_context(
-            self.cfg, tokens.shape[1], tokens.device, self.compute_dtype,
-            positions=positions, document_ids=batch.document_ids, segments=batch.segments,
-        )  # fmt: skip
-        local = self.ops.local_sequence(tokens.shape[1])
-        e = self.encode(tokens, ctx, positions[:, local])
-        h_0 = batch.initial_state
-        h_0 = initial_state(self.cfg, e, key, places[:, local]) if h_0 is None else h_0.to(e.dtype)
+        tokens, ctx = batch.tokens, self.context_of(batch)
+        e, h_0 = self.start(batch, ctx, key)
         inputs = LoopInputs(self.injection.input(e), ctx, self.look_up_values("core", tokens))
         objective = Objective(self, batch, loops, loss_cfg, totals, ctx, self.look_up_values("coda", tokens))
-        for loop, state in enumerate(self.run_loops(h_0, inputs, loops.local(local))):
+        local = loops.local(self.ops.local_sequence(tokens.shape[1]))
+        for loop, state in enumerate(self.run_loops(h_0, inputs, local)):
             objective.add(loop, state)
         return objective.output()
+
+    def context_of(self, batch: MicroBatch) -> Context:
+        """What attention shares over the layers and loops of a training batch."""
+        return make_context(
+            self.cfg, batch.tokens.shape[1], batch.tokens.device, self.compute_dtype,
+            positions=batch.positions, document_ids=batch.document_ids, segments=batch.segments,
+        )  # fmt: skip
+
+    def start(self, batch: MicroBatch, ctx: Context, key: StateKey | None) -> tuple[Tensor, Tensor]:
+        """(e [B, s, D], h_0 [B, s, d_h]) of a batch; `key` None is evaluation."""
+        length = batch.tokens.shape[1]
+        places = torch.arange(length, device=batch.tokens.device)[None, self.ops.local_sequence(length)]
+        positions = places if batch.positions is None else batch.positions[:, self.ops.local_sequence(length)]
+        e = self.encode(batch.tokens, ctx, positions)
+        if batch.initial_state is not None:
+            return e, batch.initial_state.to(e.dtype)
+        return e, initial_state(self.cfg, e, key, positions if key is None else places)
 
     def run_loops(self, h_0: Tensor, inputs: LoopInputs, loops: Loops) -> Iterator[Tensor]:
         """Yields the state [b, s, d_h] after each gradient loop; the loops before run without gradient.
@@ -302,7 +317,7 @@ class LoopedLM(nn.Module):
         with torch.no_grad():
             for loop in range(len(loops.no_grad)):
                 state = self._loop(state, h_0, inputs, loops, loop, grad=False)
-        state = self._detach(state, h_0, loops)
+        state = self._at_grad_loops(state, h_0, loops)
         group = {"loop": 1, "every_k_loops": self.loops_per_checkpoint}.get(self.checkpointing)
         size = group or len(loops.grad)
         for start in range(0, len(loops.grad), size):
@@ -315,21 +330,22 @@ class LoopedLM(nn.Module):
                     states.append(state)
                 return tuple(states)
 
-            states = self._checkpoint(segment, state) if group and torch.is_grad_enabled() else segment(state)
+            states = self.checkpointed(segment, state) if group and torch.is_grad_enabled() else segment(state)
             yield from states
             state = states[-1]
 
-    def _detach(self, state: Tensor, h_0: Tensor, loops: Loops) -> Tensor:
+    def _at_grad_loops(self, state: Tensor, h_0: Tensor, loops: Loops) -> Tensor:
         """The state where the gradient loops begin: a constant, except that what had no update yet still is h_0.
 
         With state_init=input h_0 depends on parameters; they get a gradient (zero) also where no row begins here.
         """
         started = loops.no_grad[-1].active if loops.no_grad else 0
-        state = state[:started].detach()
+        state = state[:started]
         if not h_0.requires_grad:
             return state
-        tokens = loops.token_no_grad
-        updated = torch.ones((), dtype=torch.bool, device=h_0.device) if tokens is None else tokens[:started, :, None] > 0
+        updated = torch.ones((), dtype=torch.bool, device=h_0.device)
+        if loops.token_no_grad is not None:
+            updated = loops.token_no_grad[:started, :, None] > 0
         return torch.where(updated, state, h_0[:started])
 
     def _loop(self, state: Tensor, h_0: Tensor, inputs: LoopInputs, loops: Loops, loop: int, grad: bool) -> Tensor:
@@ -343,11 +359,11 @@ class LoopedLM(nn.Module):
         step = (loops.grad if grad else loops.no_grad)[loop]
         joined, count = state.shape[0], step.computed
         h = state if joined == count else torch.cat((state, h_0[joined:count]))
-        first, waiting = self._marks(loops, loop, grad, h.device)
+        first, waiting = self.marks(loops, loop, grad, h.device)
         updated = self._core_step(h, inputs.rows(count), first)
         return updated if waiting is None else torch.where(waiting, h, updated)
 
-    def _marks(
+    def marks(
         self, loops: Loops, loop: int, grad: bool, device: torch.device
     ) -> tuple[Tensor | None, Tensor | None]:
         """(no update so far, waits in this loop), bool [b, 1 or s, 1] each; None where nothing depends on it."""
@@ -423,12 +439,16 @@ class LoopedLM(nn.Module):
         for t, (h, ctx) in enumerate(self.states(tokens, max(num_loops), **kwargs), start=1):
             if t not in wanted:
                 continue
-            y = self.ops.enter(self.decode(h, ctx, values)).flatten(0, 1)
-            chunks = zip(y.split(2_048), labels.flatten().split(2_048), strict=True)
-            settings = self.head_settings()
-            losses = [self.vocabulary_head(token_losses, c, label, settings, self.ops)[0] for c, label in chunks]
-            out[wanted[t]] = torch.cat(losses).view(labels.shape)
+            out[wanted[t]] = self.readout_losses(h, ctx, values, labels)
         return out
+
+    def readout_losses(self, h: Tensor, ctx: Context, values: Sequence[Tensor | None], labels: Tensor) -> Tensor:
+        """Cross entropy of each token by the readout of a state h [B, s, d_h]: fp32 [B, S]."""
+        y = self.ops.enter(self.decode(h, ctx, values)).flatten(0, 1)
+        chunk, settings = LossConfig().chunk_tokens, self.head_settings()
+        chunks = zip(y.split(chunk), labels.flatten().split(chunk), strict=True)
+        losses = [self.vocabulary_head(token_losses, c, label, settings, self.ops)[0] for c, label in chunks]
+        return torch.cat(losses).view(labels.shape)
 
 
 class Objective:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ class Layout:
     tensor_group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
+    embedding_group: dist.ProcessGroup | None
+    """The first and the last pipeline rank; None on other ranks, and without a pipeline."""
     model_group: dist.ProcessGroup
     """Tensor x pipeline: the ranks that together hold one model."""
 
@@ -125,8 +128,79 @@ def initialize(tensor: int, pipeline: int, sequence_parallel: bool, timeout_sec:
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(),
+        embedding_group=parallel_state.get_embedding_group(check_initialized=False) if pipeline > 1 else None,
         model_group=parallel_state.get_model_parallel_group(),
     )
+
+
+T = TypeVar("T")
+
+
+def circular_schedule(
+    layout: Layout,
+    items: Sequence[T],
+    num_chunks: int,
+    chunk: Callable[[T, int, torch.Tensor | None], torch.Tensor],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    *,
+    backward: bool,
+) -> list[torch.Tensor]:
+    """Runs every item through `num_chunks` chunks on every pipeline rank, round and round. Collective over the ring.
+
+    `chunk(item, t, received)` returns what the next rank receives, a tensor of `shape` and `dtype`; received is None in
+    chunk 0 of the first rank. With `backward` the last chunk of the last rank returns a loss, which is divided by the
+    number of items. Without, what it returns is collected: by item on the last rank, empty elsewhere.
+    The number of items is a multiple of the pipeline's size.
+    """
+    from megatron.core.enums import ModelType
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.pipeline_parallel import schedules
+
+    interleaved = num_chunks > 1
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=layout.tensor_size,
+        pipeline_model_parallel_size=layout.pipeline_size,
+        virtual_pipeline_model_parallel_size=num_chunks if interleaved else None,
+        microbatch_group_size_per_vp_stage=layout.pipeline_size,
+        pipeline_dtype=dtype,
+        # The default settings give wrong gradients with two ranks, without a message.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=False,
+        # Corrupts tensors in flight on gloo.
+        deallocate_pipeline_outputs=False,
+    )
+    # Read by the schedules, though only TransformerConfig has them. `shape` is this rank's share already.
+    config.fine_grained_activation_offloading, config.hidden_size = False, shape[2]
+
+    class Chunk(torch.nn.Module):
+        def __init__(self, t: int) -> None:
+            super().__init__()
+            self.t, self.vp_stage = t, t if interleaved else None
+            self.config, self.model_type = config, ModelType.encoder_or_decoder
+            self.received: torch.Tensor | None = None
+
+        def set_input_tensor(self, received: list[torch.Tensor | None]) -> None:
+            self.received = received[0]
+
+    def forward_step(iterator: Iterator[T], model: Chunk) -> tuple[torch.Tensor, Any]:
+        output = chunk(next(iterator), model.t, model.received)
+        return output, (lambda loss: (loss, {})) if backward else None
+
+    chunks, iterators = [Chunk(t) for t in range(num_chunks)], [iter(items) for _ in range(num_chunks)]
+    arguments: dict[str, Any] = {
+        "forward_step_func": forward_step, "num_microbatches": len(items), "seq_length": shape[0],
+        "micro_batch_size": shape[1], "forward_only": not backward,
+    }  # fmt: skip
+    if interleaved:
+        outputs = schedules.forward_backward_pipelining_with_interleaving(
+            model=chunks, data_iterator=iterators, **arguments
+        )
+    else:
+        outputs = schedules.forward_backward_pipelining_without_interleaving(
+            model=chunks[0], data_iterator=iterators[0], **arguments
+        )
+    return [] if backward else outputs
 
 
 def shutdown() -> None:

@@ -8,7 +8,6 @@ Shapes: B rows, S sequence, s local share, D width, V vocabulary share, N tokens
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import mappings
