@@ -152,15 +152,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, ctx: Context, window: int | None, dr
     mask = ctx.full_mask if window is None else ctx.window_mask
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     causal = mask is None and q.shape[2] == k.shape[2]
-    y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, enable_gqa=grouped
-    )
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, enable_gqa=grouped)
     return y.transpose(1, 2)
 
 
-def _attend_segments(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, window: int | None, grouped: bool
-) -> Tensor:
+def _attend_segments(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, window: int | None, grouped: bool) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     length = q.shape[1]

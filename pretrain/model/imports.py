@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config.families import make_model_config
-from pretrain.config.model import ModelConfig
+from pretrain.config.model import Family, ModelConfig
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.model.looped import LoopedLM
 
@@ -99,14 +99,12 @@ def _split(rule: Rule, tensor: Tensor, shapes: Mapping[str, torch.Size]) -> dict
     expected = list(pieces[0])
     expected[rule.dim] = sum(sizes)
     if list(tensor.shape) != expected:
-        raise CheckpointError(
-            f"tensor {rule.theirs}: shape {list(tensor.shape)}, expected {expected} by config.json"
-        )
+        raise CheckpointError(f"tensor {rule.theirs}: shape {list(tensor.shape)}, expected {expected} by config.json")
     parts = tensor.split(sizes, rule.dim)
     return {name: part.reshape(shapes[name]).clone() for name, part in zip(rule.ours, parts, strict=True)}
 
 
-# ---------------------------------------------------------------------------------------------------------- tensor names
+# --------------------------------------------------------------------------------------------------------- tensor names
 
 _PARCAE_LAYER = {
     "norm_1.weight": "attention_norm.weight",
@@ -215,9 +213,10 @@ def _rules(source: Source, cfg: ModelConfig, shapes: Collection[str]) -> Iterato
     for part, prefix in names.layers.items():
         for index in range(getattr(cfg, f"{part}_layers")):
             for theirs, ours in names.layer(cfg).items():
-                own = [f"{part}.{index}.{name}" for name in ours.split()]
-                table[f"{prefix}.{index}.{theirs}"] = " ".join(own)
-            table[f"value_embeds.{cfg.layer_index(part, index)}.weight"] = f"{part}.{index}.attention.value_table.weight"
+                table[f"{prefix}.{index}.{theirs}"] = " ".join(f"{part}.{index}.{name}" for name in ours.split())
+            table[f"value_embeds.{cfg.layer_index(part, index)}.weight"] = (
+                f"{part}.{index}.attention.value_table.weight"
+            )
     for theirs, ours in table.items():
         own = tuple(name for name in ours.split() if name in shapes)
         if own:
@@ -238,16 +237,13 @@ def _value_layers(config: Mapping[str, Any], cfg: ModelConfig) -> dict[str, tupl
     return result
 
 
-def _unused(
-    source: Source, config: Mapping[str, Any], cfg: ModelConfig, tensors: Mapping[str, Tensor]
-) -> set[str]:
+def _unused(source: Source, config: Mapping[str, Any], cfg: ModelConfig, tensors: Mapping[str, Tensor]) -> set[str]:
     """Tensors of the checkpoint that its model never reads, or (the tied head) holds twice."""
     names: set[str] = set()
     if source in ("parcae", "huginn"):
         names.add("freqs_cis")
-        head = tensors.get("lm_head.weight")
-        table = tensors.get("transformer.wte.weight")
-        if cfg.tie_embeddings and head is not None and table is not None and torch.equal(head, table):
+        head, embedding = tensors.get("lm_head.weight"), tensors.get("transformer.wte.weight")
+        if cfg.tie_embeddings and head is not None and embedding is not None and torch.equal(head, embedding):
             names.add("lm_head.weight")
     if source == "parcae" and cfg.value_embeddings:
         for layer, (table, gate) in _value_layers(config, cfg).items():
@@ -273,7 +269,7 @@ def _zeroed(source: Source, config: Mapping[str, Any], cfg: ModelConfig) -> set[
     return {f"{layer}.attention.{kind}.weight" for layer in layers for kind in kinds}
 
 
-# -------------------------------------------------------------------------------------------------------- configurations
+# ------------------------------------------------------------------------------------------------------- configurations
 
 
 class _Fields:
@@ -294,9 +290,10 @@ class _Fields:
     def choose(self, name: str, ours: Mapping[Any, Any], *default: Any) -> Any:
         """Our word for the field's."""
         value = self.take(name, *default)
-        if value not in ours:
-            raise self.fail(name, value, "one of " + ", ".join(map(repr, ours)))
-        return ours[value]
+        for theirs, own in ours.items():
+            if value == theirs:
+                return own
+        raise self.fail(name, value, "one of " + ", ".join(map(repr, ours)))
 
     def expect(self, **values: Any) -> None:
         """Fields of which this model knows one value only; absent ones have it."""
@@ -307,13 +304,15 @@ class _Fields:
         """All fields but `ignored`, which do not concern the model, must have been taken."""
         unknown = sorted(self.left.keys() - set(ignored))
         if unknown:
-            raise self.fail(unknown[0], self.left[unknown[0]], "a configuration without this field, whose meaning is unknown")
+            raise self.fail(
+                unknown[0], self.left[unknown[0]], "a configuration without this field, whose meaning is unknown"
+            )
 
 
 _STATE_INITS = {"like-init": "like_init", "zero": "zero", "normal": "normal", "embed": "embed", "unit": "unit"}
 _DISTRIBUTIONS = {"poisson-truncated-full": "poisson", "poisson-lognormal-filling": "lognormal_poisson"}
 _INJECTIONS = {"diagonal": "diagonal", "linear": "concat", "add": "add"}
-_FAMILIES = {"diagonal": "parcae", "concat": "rdm", "add": "add"}
+_FAMILIES: dict[str, Family] = {"diagonal": "parcae", "concat": "rdm", "add": "add"}
 _MLPS = {"BaseMLP ReLU2": "relu2", "GatedMLP SiLU": "swiglu"}
 
 

@@ -109,7 +109,10 @@ class Attention(nn.Module):
         if ctx.cos is not None:
             q, k = rotate(q, ctx.cos, ctx.sin, self.layout), rotate(k, ctx.cos, ctx.sin, self.layout)
         if self.norm_eps is not None:
-            q, k = F.rms_norm(q, (self.channels,), None, self.norm_eps), F.rms_norm(k, (self.channels,), None, self.norm_eps)
+            q, k = (
+                F.rms_norm(q, (self.channels,), None, self.norm_eps),
+                F.rms_norm(k, (self.channels,), None, self.norm_eps),
+            )
         if values is not None:
             gate = 2 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.weight.shape[1]]))
             v = v + gate[..., None] * values.to(v.dtype)

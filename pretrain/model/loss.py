@@ -41,7 +41,7 @@ class HeadSettings:
 
 
 class HeadSums(NamedTuple):
-    """Weighted sums over the tokens of a call: cross entropy with smoothing, squared logsumexp, plain count-weighted."""
+    """Weighted sums over the tokens of a call: cross entropy with label smoothing, squared logsumexp."""
 
     cross_entropy: Tensor
     z: Tensor
@@ -94,8 +94,8 @@ def head_sums(
     if plain and torch.is_grad_enabled():
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=settings.chunk_tokens)
         loss = F.linear_cross_entropy(
-            hidden, weight[: settings.vocab_size].to(hidden.dtype), labels.clamp(min=-1), reduction="sum", ignore_index=-1,
-            label_smoothing=settings.label_smoothing, options=options,
+            hidden, weight[: settings.vocab_size].to(hidden.dtype), labels.clamp(min=-1), reduction="sum",
+            ignore_index=-1, label_smoothing=settings.label_smoothing, options=options,
         )  # fmt: skip
         loss = fp32_at_least(loss)
         return HeadSums(loss, loss.new_zeros(()))
@@ -118,12 +118,16 @@ def loop_weights(grad_loops: Tensor, num_loops: int, objective: str) -> Tensor:
     """
     loops = torch.arange(num_loops, device=grad_loops.device).view(-1, *[1] * grad_loops.ndim)
     index = loops - (num_loops - grad_loops)
-    start = {"terminal": grad_loops - 1, "per_loop": 0, "last_third": 2 * grad_loops // 3}[objective]
+    start = torch.zeros_like(grad_loops)
+    if objective == "terminal":
+        start = grad_loops - 1
+    elif objective == "last_third":
+        start = 2 * grad_loops // 3
     return (index >= start) / (grad_loops - start)
 
 
 def state_penalty(h: Tensor, weights: Tensor, cfg: LossConfig) -> tuple[Tensor, Tensor]:
-    """Weighted sums of (norm penalty, scale anchor) over the positions of a state h [B, s, d_h], un-normalised, in fp32.
+    """Weighted sums of (norm penalty, scale anchor) over the positions of a state h [B, s, d_h], in fp32.
 
     norm penalty: mean over channels of h^2; scale anchor: (rms(h) - target)^2. `weights` [B, 1 or s] of each position.
     """

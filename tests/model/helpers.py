@@ -51,9 +51,7 @@ def train_states(model: LoopedLM, batch: MicroBatch, loops: Loops) -> list[Tenso
     """States after each gradient loop, as the training forward makes them."""
     tokens = batch.tokens
     positions = torch.arange(tokens.shape[1])[None]
-    ctx = make_context(
-        model.cfg, tokens.shape[1], tokens.device, model.compute_dtype, document_ids=batch.document_ids
-    )
+    ctx = make_context(model.cfg, tokens.shape[1], tokens.device, model.compute_dtype, document_ids=batch.document_ids)
     e = model.encode(tokens, ctx, positions)
     h_0 = batch.initial_state
     h_0 = initial_state(model.cfg, e, StateKey(1, 0, batch.rows), positions) if h_0 is None else h_0

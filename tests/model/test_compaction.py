@@ -56,7 +56,9 @@ def draws(draw: st.DrawFn) -> Draw:
     if kind == "equal":
         num_loops = [draw(st.integers(1, 7))] * count
     else:
-        num_loops = draw(st.lists(st.integers(1, backprop_loops if kind == "short" else 7), min_size=count, max_size=count))
+        num_loops = draw(
+            st.lists(st.integers(1, backprop_loops if kind == "short" else 7), min_size=count, max_size=count)
+        )
     grad = [min(t, backprop_loops) for t in num_loops]
     return Draw(model, [t - k for t, k in zip(num_loops, grad, strict=True)], grad, draw(st.booleans()))
 
@@ -258,7 +260,9 @@ def _token_reference(model: LoopedLM, batch: MicroBatch, no_grad: Tensor, grad: 
             states.append(h)
         assert torch.equal(updates, n + k)
         rows.append(states)
-    return [torch.cat([states[-1 - back] for states in rows if len(states) > back]) for back in range(max(map(len, rows)))]
+    return [
+        torch.cat([states[-1 - back] for states in rows if len(states) > back]) for back in range(max(map(len, rows)))
+    ]
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
