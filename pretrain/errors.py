@@ -1,5 +1,9 @@
 """Errors by who must act. Each carries the exit code of the process that it ends."""
 
+STOPPED_EXIT_CODE = 85
+"""No error: asked to stop before its last step (by a signal, or train.max_hours), the run has saved, and goes on when
+started again. HTCondor's number for this, outside of what shells (126 and above) and sysexits.h (64 to 78) use."""
+
 
 class PretrainError(Exception):
     """Base of every error the project raises on purpose; `exit_code` ends the process."""
