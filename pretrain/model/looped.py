@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,25 +23,14 @@ from torch.utils.checkpoint import checkpoint
 from pretrain.config.model import ModelConfig
 from pretrain.config.schema import LossConfig
 from pretrain.model.attention_mask import Context, Segments, make_context
+from pretrain.model.batch import Loops, MicroBatch
 from pretrain.model.cache import LoopCache
 from pretrain.model.injection import Drive, Injection
 from pretrain.model.layers import Layer, Linear, Part, RMSNorm, mark
-from pretrain.model.loss import (
-    HeadSettings,
-    HeadSums,
-    Totals,
-    head_logits,
-    head_sums,
-    loop_weights,
-    state_penalty,
-    token_losses,
-)
+from pretrain.model.loss import HeadSettings, Totals, head_logits, token_losses
+from pretrain.model.objective import LossOutput, Objective
 from pretrain.model.ops import TensorOps
 from pretrain.model.state import StateKey, initial_state
-
-if TYPE_CHECKING:
-    from pretrain.sampling.plan import LoopPlan, LoopStep
-    from pretrain.sampling.sampler import Depths
 
 
 @dataclass(frozen=True)
@@ -51,59 +40,6 @@ class Stage:
     first: bool = True
     last: bool = True
     core_layers: range | None = None
-
-
-class MicroBatch(NamedTuple):
-    """Rows of one forward, in descending order of loop counts."""
-
-    tokens: Tensor
-    """int64 [B, S]"""
-    labels: Tensor
-    """int64 [B, S], next tokens; below 0 where no loss counts."""
-    rows: Tensor
-    """int64 [B]: each row's position in the global batch."""
-    document_ids: Tensor | None = None
-    """int64 [B, S] where attention keeps within documents."""
-    positions: Tensor | None = None
-    """int64 [B, S]: positions within documents."""
-    segments: Segments | None = None
-    """Host-side form of document_ids."""
-    initial_state: Tensor | None = None
-    """h_0 [B, s, d_h] in place of a drawn one."""
-
-
-class Loops(NamedTuple):
-    """Which rows pass through the core in each loop: prefixes of the rows, never shrinking."""
-
-    no_grad: tuple[LoopStep, ...]
-    grad: tuple[LoopStep, ...]
-    grad_loops: tuple[int, ...]
-    """Gradient loops of each row [B]."""
-    token_no_grad: Tensor | None = None
-    """Per-token loop counts int64 [B, S] (n and k of each token); rows then run to their deepest token."""
-    token_grad: Tensor | None = None
-
-    @staticmethod
-    def of(plan: LoopPlan, depths: Depths, device: torch.device | str = "cpu") -> Loops:
-        """The loops of rows put in the order of `plan`; `depths`, per row [B] or token [B, S], are still in the old."""
-        no_grad, grad = depths.no_grad_loops[plan.order], depths.grad_loops[plan.order]
-        if grad.ndim == 1:
-            return Loops(plan.no_grad, plan.grad, tuple(grad.tolist()))
-        tokens = torch.from_numpy(no_grad).to(device), torch.from_numpy(grad).to(device)
-        return Loops(plan.no_grad, plan.grad, tuple(grad.max(1).tolist()), *tokens)
-
-    def local(self, positions: slice) -> Loops:
-        """The same with the per-token counts of a share of the positions."""
-        if self.token_no_grad is None or self.token_grad is None:
-            return self
-        return self._replace(token_no_grad=self.token_no_grad[:, positions], token_grad=self.token_grad[:, positions])
-
-
-class LossOutput(NamedTuple):
-    """loss: this rank's share of the global loss, to call backward on. metrics: detached shares, to be summed."""
-
-    loss: Tensor
-    metrics: dict[str, Tensor]
 
 
 class LoopInputs(NamedTuple):
@@ -449,63 +385,3 @@ class LoopedLM(nn.Module):
         chunks = zip(y.split(chunk), labels.flatten().split(chunk), strict=True)
         losses = [self.vocabulary_head(token_losses, c, label, settings, self.ops)[0] for c, label in chunks]
         return torch.cat(losses).view(labels.shape)
-
-
-class Objective:
-    """Collects the loss of one micro-batch as its gradient loops go by."""
-
-    def __init__(
-        self,
-        model: LoopedLM,
-        batch: MicroBatch,
-        loops: Loops,
-        cfg: LossConfig,
-        totals: Totals,
-        ctx: Context,
-        values: Sequence[Tensor | None],
-    ) -> None:
-        self.model, self.batch, self.cfg, self.totals = model, batch, cfg, totals
-        self.ctx, self.values, self.num_loops = ctx, values, len(loops.grad)
-        rows = torch.tensor(loops.grad_loops, device=batch.tokens.device)[:, None]
-        own = rows if loops.token_grad is None else loops.token_grad
-        self.readout_weights = loop_weights(own, self.num_loops, cfg.objective)  # [T, B, 1 or S]
-        local = loops.local(model.ops.local_sequence(batch.tokens.shape[1])).token_grad
-        own = rows if local is None else local
-        self.state_weights = loop_weights(own, self.num_loops, "per_loop")  # [T, B, 1 or s]
-        self.terms: dict[str, Tensor] = {}
-
-    def _add(self, name: str, value: Tensor) -> None:
-        self.terms[name] = self.terms[name] + value if name in self.terms else value
-
-    def add(self, loop: int, state: Tensor) -> None:
-        """Takes the state [b, s, d_h] after gradient loop `loop` (0-based)."""
-        last = loop == self.num_loops - 1
-        if last or self.cfg.objective != "terminal":
-            self._add_readout(loop, state, last)
-        if self.cfg.norm_penalty or self.cfg.scale_anchor:
-            weights = self.state_weights[loop, : state.shape[0]] / self.batch.tokens.shape[1]
-            penalty, anchor = state_penalty(state, weights, self.cfg)
-            self._add("norm_penalty", penalty / self.totals.rows)
-            self._add("scale_anchor", anchor / self.totals.rows)
-
-    def _add_readout(self, loop: int, state: Tensor, last: bool) -> None:
-        model, count = self.model, state.shape[0]
-        labels = self.batch.labels[:count]
-        y = model.decode(state, self.ctx.rows(count), [v if v is None else v[:count] for v in self.values], None, last)
-        y = model.ops.enter(y).flatten(0, 1)
-        terminal = self.cfg.objective == "terminal"
-        weights = None if terminal else self.readout_weights[loop, :count].expand(labels.shape).flatten()
-        settings = model.head_settings(self.cfg)
-        sums: HeadSums = model.vocabulary_head(head_sums, y, labels.flatten(), weights, settings, model.ops)
-        self._add("cross_entropy", sums.cross_entropy / self.totals.tokens)
-        self._add("z_loss", sums.z / self.totals.tokens)
-
-    def output(self) -> LossOutput:
-        """The weighted sum of the terms, and each term by itself."""
-        scale = {
-            "cross_entropy": 1.0, "z_loss": self.cfg.z_loss, "norm_penalty": self.cfg.norm_penalty,
-            "scale_anchor": self.cfg.scale_anchor,
-        }  # fmt: skip
-        loss = sum(scale[name] * value for name, value in self.terms.items() if scale[name])
-        metrics = {name: value.detach() for name, value in self.terms.items()}
-        return LossOutput(loss, metrics | {"loss": loss.detach()})

@@ -29,13 +29,13 @@ class TensorOps:
         """Partial products [B, S, D] -> their sum over ranks [B, s, D]."""
         return x
 
-    def gather_sequence(self, x: Tensor) -> Tensor:
-        """x [B, s, D] -> [B, S, D] for work that every rank repeats; the gradient is cut back to the share."""
-        return x
-
     def local_sequence(self, length: int) -> slice:
         """Positions of a sequence of `length` that this rank holds outside the sharded regions."""
         return slice(0, length)
+
+    def sum_sequence(self, x: Tensor) -> Tensor:
+        """The sum over ranks of sums over their shares of the sequence; each rank's gradient stays its own."""
+        return x
 
     def embed(self, weight: Tensor, tokens: Tensor) -> Tensor:
         """Rows of the vocabulary-sharded table: tokens [B, S] -> [B, s, D]."""

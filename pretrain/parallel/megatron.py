@@ -101,12 +101,16 @@ def initialize(tensor: int, pipeline: int, sequence_parallel: bool, timeout_sec:
     cpu_shim.install(schedules=pipeline > 1)
     from megatron.core import parallel_state
 
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=timeout_sec),
-        # Binding the device connects at once, which names a rank that is missing; a single rank has no peer.
-        device_id=device if device.type == "cuda" and world_size > 1 else None,
-    )
+    if dist.is_initialized():
+        # Another layout of the same processes: tools/check_layouts.py compares many.
+        parallel_state.destroy_model_parallel()
+    else:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_sec),
+            # Binding the device connects at once, which names a rank that is missing; a single rank has no peer.
+            device_id=device if device.type == "cuda" and world_size > 1 else None,
+        )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,

@@ -29,9 +29,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain.config.schema import LossConfig
+from pretrain.model.batch import Loops, MicroBatch
 from pretrain.model.injection import Drive
-from pretrain.model.looped import LoopedLM, Loops, MicroBatch, Objective, Stage
+from pretrain.model.looped import LoopedLM, Stage
 from pretrain.model.loss import Totals
+from pretrain.model.objective import Objective
 from pretrain.model.state import StateKey
 from pretrain.parallel.megatron import Layout, circular_schedule
 from pretrain.sampling import LoopStep

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from pretrain.config.schema import LossConfig
 from pretrain.model.attention_mask import make_context
-from pretrain.model.looped import LoopedLM, LoopInputs, Loops, LossOutput, MicroBatch
+from pretrain.model.batch import Loops, MicroBatch
+from pretrain.model.looped import LoopedLM, LoopInputs
 from pretrain.model.loss import Totals
-from pretrain.model.state import StateKey, initial_state
+from pretrain.model.objective import LossOutput
+from pretrain.model.state import StateKey
 from pretrain.sampling import Depths, LoopPlan
 
 
@@ -49,13 +51,9 @@ def train_loss(model: LoopedLM, batch: MicroBatch, loops: Loops, cfg: LossConfig
 
 def train_states(model: LoopedLM, batch: MicroBatch, loops: Loops) -> list[Tensor]:
     """States after each gradient loop, as the training forward makes them."""
-    tokens = batch.tokens
-    positions = torch.arange(tokens.shape[1])[None]
-    ctx = make_context(model.cfg, tokens.shape[1], tokens.device, model.compute_dtype, document_ids=batch.document_ids)
-    e = model.encode(tokens, ctx, positions)
-    h_0 = batch.initial_state
-    h_0 = initial_state(model.cfg, e, StateKey(1, 0, batch.rows), positions) if h_0 is None else h_0
-    inputs = LoopInputs(model.injection.input(e), ctx, model.look_up_values("core", tokens))
+    ctx = model.context_of(batch)
+    e, h_0 = model.start(batch, ctx, StateKey(1, 0, batch.rows))
+    inputs = LoopInputs(model.injection.input(e), ctx, model.look_up_values("core", batch.tokens))
     return list(model.run_loops(h_0, inputs, loops))
 
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.config.schema import LossConfig
-from pretrain.model.attention_mask import make_context
-from pretrain.model.looped import LoopedLM, LoopInputs, Loops, MicroBatch
-from pretrain.model.state import StateKey, initial_state
+from pretrain.model.batch import Loops, MicroBatch
+from pretrain.model.looped import LoopedLM, LoopInputs
+from pretrain.model.state import StateKey
 from tests.model.helpers import make_batch, state_logits, train_loss, train_states
 from tests.model.tiny import random_model, tiny_config
 
@@ -86,12 +86,8 @@ class Reference:
 
     def __init__(self, model: LoopedLM, batch: MicroBatch) -> None:
         self.model, self.batch = model, batch
-        places = torch.arange(SEQUENCE)[None]
-        self.ctx = make_context(
-            model.cfg, SEQUENCE, torch.device("cpu"), model.compute_dtype, document_ids=batch.document_ids
-        )
-        e = model.encode(batch.tokens, self.ctx, places)
-        self.h_0 = initial_state(model.cfg, e, StateKey(1, 0, batch.rows), places)
+        self.ctx = model.context_of(batch)
+        e, self.h_0 = model.start(batch, self.ctx, StateKey(1, 0, batch.rows))
         self.inputs = LoopInputs(model.injection.input(e), self.ctx, model.look_up_values("core", batch.tokens))
 
     def step(self, h: Tensor, active: Tensor, first: Tensor) -> Tensor:

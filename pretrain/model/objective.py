@@ -1,0 +1,87 @@
+"""The training objective of one micro-batch, collected as its gradient loops go by.
+
+Shapes: B rows, b active rows (a prefix), S sequence, s local share, d_h core width, T loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pretrain.config.schema import LossConfig
+from pretrain.model.attention_mask import Context
+from pretrain.model.batch import Loops, MicroBatch
+from pretrain.model.loss import HeadSums, Totals, head_sums, loop_weights, state_penalty
+
+if TYPE_CHECKING:
+    from pretrain.model.looped import LoopedLM
+
+
+class LossOutput(NamedTuple):
+    """loss: this rank's share of the global loss, to call backward on. metrics: detached shares, to be summed."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+class Objective:
+    """Collects the loss of one micro-batch as its gradient loops go by."""
+
+    def __init__(
+        self,
+        model: LoopedLM,
+        batch: MicroBatch,
+        loops: Loops,
+        cfg: LossConfig,
+        totals: Totals,
+        ctx: Context,
+        values: Sequence[Tensor | None],
+    ) -> None:
+        self.model, self.batch, self.cfg, self.totals = model, batch, cfg, totals
+        self.ctx, self.values, self.num_loops = ctx, values, len(loops.grad)
+        rows = torch.tensor(loops.grad_loops, device=batch.tokens.device)[:, None]
+        own = rows if loops.token_grad is None else loops.token_grad
+        self.readout_weights = loop_weights(own, self.num_loops, cfg.objective)  # [T, B, 1 or S]
+        local = loops.local(model.ops.local_sequence(batch.tokens.shape[1])).token_grad
+        own = rows if local is None else local
+        self.state_weights = loop_weights(own, self.num_loops, "per_loop")  # [T, B, 1 or s]
+        self.terms: dict[str, Tensor] = {}
+
+    def _add(self, name: str, value: Tensor) -> None:
+        self.terms[name] = self.terms[name] + value if name in self.terms else value
+
+    def add(self, loop: int, state: Tensor) -> None:
+        """Takes the state [b, s, d_h] after gradient loop `loop` (0-based)."""
+        last = loop == self.num_loops - 1
+        if last or self.cfg.objective != "terminal":
+            self._add_readout(loop, state, last)
+        if self.cfg.norm_penalty or self.cfg.scale_anchor:
+            weights = self.state_weights[loop, : state.shape[0]] / self.batch.tokens.shape[1]
+            penalty, anchor = state_penalty(state, weights, self.cfg)
+            for name, value in (("norm_penalty", penalty), ("scale_anchor", anchor)):
+                self._add(name, self.model.ops.sum_sequence(value) / self.totals.rows)
+
+    def _add_readout(self, loop: int, state: Tensor, last: bool) -> None:
+        model, count = self.model, state.shape[0]
+        labels = self.batch.labels[:count]
+        y = model.decode(state, self.ctx.rows(count), [v if v is None else v[:count] for v in self.values], None, last)
+        y = model.ops.enter(y).flatten(0, 1)
+        terminal = self.cfg.objective == "terminal"
+        weights = None if terminal else self.readout_weights[loop, :count].expand(labels.shape).flatten()
+        settings = model.head_settings(self.cfg)
+        sums: HeadSums = model.vocabulary_head(head_sums, y, labels.flatten(), weights, settings, model.ops)
+        self._add("cross_entropy", sums.cross_entropy / self.totals.tokens)
+        self._add("z_loss", sums.z / self.totals.tokens)
+
+    def output(self) -> LossOutput:
+        """The weighted sum of the terms, and each term by itself."""
+        scale = {
+            "cross_entropy": 1.0, "z_loss": self.cfg.z_loss, "norm_penalty": self.cfg.norm_penalty,
+            "scale_anchor": self.cfg.scale_anchor,
+        }  # fmt: skip
+        loss = sum(scale[name] * value for name, value in self.terms.items() if scale[name])
+        metrics = {name: value.detach() for name, value in self.terms.items()}
+        return LossOutput(loss, metrics | {"loss": loss.detach()})
