@@ -70,7 +70,8 @@ def groups(draw: st.DrawFn) -> tuple[str, list[str]]:
 @st.composite
 def names(draw: st.DrawFn) -> tuple[str, list[str]]:
     """A name with groups, and the hosts it stands for, built piece by piece."""
-    text, pieces = "", []
+    text = ""
+    pieces: list[list[str]] = []
     for _ in range(draw(st.integers(0, 2))):
         plain = draw(TEXT)
         group, numbers = draw(groups())
