@@ -244,7 +244,8 @@ def hardware_flops(cfg: Config, work: StepWork, *, halve_attention: bool = True)
 
 
 def recomputed_flops(cfg: Config, work: StepWork, *, halve_attention: bool = True) -> float:
-    """Forward FLOPs repeated in backward: checkpointed loops or layers, and the chunked head's logits.
+    """Forward FLOPs that run a second time: checkpointed loops or layers, the chunked head's logits, and in a pipeline
+    the prelude, which both of its phases need.
 
     A recomputation stops at the last tensor that backward needs, so in pre-norm layers without dropout it leaves out
     the product that ends the checkpointed piece, W_down.
@@ -268,6 +269,8 @@ def recomputed_flops(cfg: Config, work: StepWork, *, halve_attention: bool = Tru
         again += work.readouts * without_end(layers.readout, "coda", model.coda_layers)
     if recomputes_head(cfg):
         again += work.readouts * 2 * model.vocab_size * model.width
+    if cfg.parallel.pipeline > 1 and work.no_grad_loops > 0:
+        again += work.rows * flops.encode
     return again * model.context_length
 
 

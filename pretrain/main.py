@@ -6,12 +6,14 @@ can get wrong in a configuration is refused before torch is imported. Exit codes
 
 from __future__ import annotations
 
+import logging
 import os
-import socket
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 if not __package__:
     # A file's own folder comes first in sys.path; there `pretrain/` must not stand, but the folder that holds it.
@@ -23,27 +25,32 @@ from pretrain.config.load import dump_config, load_config
 from pretrain.config.schema import Config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError, PretrainError
+from pretrain.messages import set_up_console, without_wandb
 from pretrain.preflight import preflight
+
+log = logging.getLogger("pretrain")
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line and returns the exit code."""
+    started_at = time.monotonic()
     args = parse_arguments(argv)
+    set_up_console()
     try:
         cfg = load_config(args.config, args.overrides)
         _check(cfg, args)
         if args.print_config:
             sys.stdout.write(dump_config(cfg))
             return 0
-        from pretrain.train.build import dry_run, run_training  # imports torch
+        with without_wandb():
+            from pretrain.train.build import dry_run, run_training  # imports torch
 
-        return dry_run(cfg) if args.dry_run else run_training(cfg)
-    except PretrainError as error:
-        _complain(str(error))
-        return error.exit_code
-    except Exception:
-        _complain(traceback.format_exc())
-        return 1
+        return dry_run(cfg) if args.dry_run else run_training(cfg, started_at)
+    except Exception as error:
+        notes = vars(error).pop("__notes__", [])  # where it happened
+        text = str(error) if isinstance(error, PretrainError) else traceback.format_exc()
+        log.error("%s", ": ".join([*notes, text.rstrip()]))
+        return error.exit_code if isinstance(error, PretrainError) else 1
 
 
 def _check(cfg: Config, args: Arguments) -> None:
@@ -55,12 +62,14 @@ def _check(cfg: Config, args: Arguments) -> None:
         raise ConfigError(f"{args.config}: {error}") from error
 
 
-def _complain(message: str) -> None:
-    """One write, so that messages of several ranks do not mix."""
+def leave(exit_code: int) -> NoReturn:
+    """Ends the process. A failed training ends at once: threads and destructors may wait for ranks that are gone."""
+    logging.shutdown()
     sys.stdout.flush()
-    sys.stderr.write(f"error on rank {os.environ.get('RANK', '0')} ({socket.gethostname()}): {message.rstrip()}\n")
-    sys.stderr.flush()
+    if exit_code and "torch" in sys.modules:
+        os._exit(exit_code)
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -36,6 +36,7 @@ class Layout:
     data_size: int
     data_rank: int
     sequence_parallel: bool
+    world_group: dist.ProcessGroup
     tensor_group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
@@ -129,6 +130,7 @@ def initialize(tensor: int, pipeline: int, sequence_parallel: bool, timeout_sec:
         data_size=parallel_state.get_data_parallel_world_size(),
         data_rank=parallel_state.get_data_parallel_rank(),
         sequence_parallel=sequence_parallel,
+        world_group=dist.group.WORLD,
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(),

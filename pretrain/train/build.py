@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from pretrain.config.load import dump_config, load_config
 from pretrain.config.resume import check_resume
@@ -17,10 +18,13 @@ from pretrain.config.schema import Config
 from pretrain.data.loader import TrainLoader
 from pretrain.data.place import DataPlace
 from pretrain.data.validation import ValidationRows
+from pretrain.errors import STOPPED_EXIT_CODE, DistributedError
+from pretrain.messages import add_log_file
 from pretrain.model.init import init_parameters
 from pretrain.model.looped import LoopedLM
 from pretrain.parallel import megatron
 from pretrain.parallel.megatron import Layout
+from pretrain.parallel.pipeline import stage_of
 from pretrain.parallel.tensor_ops import tensor_ops
 from pretrain.parallel.zero import PARAMETER, ZeroEngine
 from pretrain.sampling import DepthSampler
@@ -32,10 +36,11 @@ from pretrain.train.checkpoint.ranks import Ranks
 from pretrain.train.checkpoint.reader import CheckpointReader
 from pretrain.train.checkpoint.writer import CheckpointWriter
 from pretrain.train.metrics import METRICS_NAME, MetricsWriter, remove_rows_after
+from pretrain.train.pipeline_step import make_runner
 from pretrain.train.rates import Rates
-from pretrain.train.run_folder import run_folder, set_up_logging, write_run_folder
+from pretrain.train.run_folder import run_folder, write_run_folder
+from pretrain.train.signals import StopSignals
 from pretrain.train.state import TrainState
-from pretrain.train.step import StepRunner
 from pretrain.train.summary import checkpoint_bytes, summary
 from pretrain.train.trainer import Callback, Trainer
 
@@ -51,19 +56,24 @@ def dry_run(cfg: Config) -> int:
     return 0
 
 
-def run_training(cfg: Config) -> int:
-    """Trains as `cfg` says, resuming where the run's folder holds a checkpoint; returns exit code 0. Collective."""
+def run_training(cfg: Config, started_at: float) -> int:
+    """Trains as `cfg` says, resuming where the run's folder holds a checkpoint. Collective.
+
+    Returns exit code 0 after the last step, STOPPED_EXIT_CODE after a stop before it (a signal, train.max_hours).
+    `started_at`: time.monotonic() of the start of the process.
+    """
     _set_numerics(cfg)
-    parallel = cfg.parallel
-    layout = megatron.initialize(
-        parallel.tensor, parallel.pipeline, parallel.sequence_parallel, parallel.timeout_sec
-    )
+    layout = _initialize(cfg)
     folder = run_folder(cfg)
-    set_up_logging(folder, layout)
-    with _built(cfg, layout, folder) as trainer:
+    if layout.is_main:
+        add_log_file(folder / "log.txt")
+    with _built(cfg, layout, folder, started_at) as trainer:
+        stop_signals = StopSignals()
+        stop_signals.install()  # until here there is nothing to save: a signal just ends the process
+        trainer.stop_requested = stop_signals.stop_requested
         trainer.fit()
     megatron.shutdown()
-    return 0
+    return 0 if trainer.state.step >= cfg.last_step else STOPPED_EXIT_CODE
 
 
 def _set_numerics(cfg: Config) -> None:
@@ -75,10 +85,25 @@ def _set_numerics(cfg: Config) -> None:
         torch.backends.cudnn.benchmark = False
 
 
+def _initialize(cfg: Config) -> Layout:
+    parallel = cfg.parallel
+    try:
+        return megatron.initialize(
+            parallel.tensor, parallel.pipeline, parallel.sequence_parallel, parallel.timeout_sec
+        )
+    except dist.DistError as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise DistributedError(
+            f"the processes could not meet at {address} (MASTER_ADDR:MASTER_PORT): {error}. If another run uses that "
+            "port, choose another one (--master_port of deepspeed and torchrun, or MASTER_PORT); else see whether all "
+            "processes were started and can reach that address"
+        ) from error
+
+
 def build_model(cfg: Config, layout: Layout) -> LoopedLM:
     """This rank's part of the model with its initial weights, on the rank's device."""
     ops = tensor_ops(layout)
-    model = LoopedLM(cfg.model, ops)
+    model = LoopedLM(cfg.model, ops, stage_of(cfg.model.core_layers, layout))
     init_parameters(model, cfg.model, cfg.train.seed, ops)
     model.compute_dtype = torch.bfloat16 if cfg.train.precision == "bf16" else torch.float32
     model.checkpointing, model.loops_per_checkpoint = (
@@ -86,96 +111,96 @@ def build_model(cfg: Config, layout: Layout) -> LoopedLM:
     )  # fmt: skip
     if cfg.train.compile:
         model.compile_core()
+    if model.embedding is not None and not model.stage.first:
+        # The second copy of a tied matrix: DeepSpeed's mark for what the gradient norm leaves out.
+        model.embedding.weight.ds_pipe_replicated = True
     return model.to(layout.device)
 
 
 @contextlib.contextmanager
-def _built(cfg: Config, layout: Layout, folder: Path) -> Iterator[Trainer]:
+def _built(cfg: Config, layout: Layout, folder: Path, started_at: float) -> Iterator[Trainer]:
     """The trainer, with the state it goes on from; closed at the end, also after an exception (no collective then)."""
     ranks = Ranks.of()
-    check_disk(checkpoints_folder(folder), checkpoint_bytes(cfg), cfg.checkpoint, 0, cfg.last_step)
+    reader = find_checkpoint(folder, cfg.run, ranks)
+    _check_start(cfg, folder, reader)
     model = build_model(cfg, layout)
-    if layout.is_main:
-        log.info("%s", summary(cfg, model, layout.world_size))
+    device = torch.cuda.get_device_name(layout.device) if layout.device.type == "cuda" else "cpu"
+    log.info("%s\ndevice      %s", summary(cfg, model, layout.world_size), device)
     placement = Placement.of_model(
         model, tensor_rank=layout.tensor_rank, tensor_size=layout.tensor_size, model_ranks=Ranks.of(layout.model_group)
     )
     engine = ZeroEngine(model, cfg, layout)
-    reader = find_checkpoint(folder, cfg.run, ranks)
-    state = TrainState() if reader is None else _resume(cfg, reader, layout, engine, placement)
-    if reader is None and cfg.checkpoint.initial_weights is not None:
-        _load_weights(cfg, engine, placement)
+    state = _load(cfg, reader, engine, placement)
+    sampler = DepthSampler.from_config(
+        cfg.model.recurrence, seed=cfg.train.seed, global_batch_size=cfg.train.global_batch_size
+    )
     place = DataPlace(
         dp_rank=layout.data_rank, dp_size=layout.data_size, rank=layout.rank, local_rank=layout.local_rank,
         world_size=layout.world_size,
     )  # fmt: skip
-    sampler = DepthSampler.from_config(
-        cfg.model.recurrence, seed=cfg.train.seed, global_batch_size=cfg.train.global_batch_size
-    )
-    loader = TrainLoader(cfg, place, start_step=state.step)
-    try:
+    with TrainLoader(cfg, place, start_step=state.step, reads=_reads(cfg, model)) as loader:
         if reader is not None:
             sampler.load_state_dict(state.sampler)
             loader.load_state_dict(state.data)
-        runner = StepRunner(cfg, engine, layout, sampler, loader)
-        hooks = _callbacks(cfg, layout, folder, placement, ranks, state, ValidationRows(cfg, place), loader.bos_id)
-        yield Trainer(cfg, layout, engine, loader, runner, state, hooks)
-    finally:
-        loader.close()
+        writer = _metrics_writer(cfg, folder, state) if layout.is_main else None
+        saver = CheckpointWriter(folder, cfg.checkpoint, dump_config(cfg), ranks, timeout_sec=cfg.parallel.timeout_sec)
+        # In the order of their calls: a row is written before the checkpoint that counts on it.
+        callbacks = [
+            *(_reports(cfg, layout, folder, writer) if writer is not None else []),
+            Validation(ValidationRows(cfg, place), loader.bos_id),
+            Checkpointing(saver, placement, writer),
+        ]
+        runner = make_runner(cfg, engine, layout, sampler, loader)
+        yield Trainer(cfg, layout, engine, loader, runner, state, callbacks, started_at)
 
 
-def _callbacks(
-    cfg: Config,
-    layout: Layout,
-    folder: Path,
-    placement: Placement,
-    ranks: Ranks,
-    state: TrainState,
-    validation_rows: ValidationRows,
-    bos_id: int,
-) -> list[Callback]:
-    """In the order of their calls: a row is written before the checkpoint that counts on it."""
-    rates = Rates(cfg, layout)
-    callbacks: list[Callback] = []
-    sync_metrics = _nothing
-    if layout.is_main:
-        write_run_folder(folder, cfg)
-        removed = remove_rows_after(folder / METRICS_NAME, state.step)
-        if removed:
-            log.info("%s: removed %d rows after step %d, to be measured again", METRICS_NAME, removed, state.step)
-        writer = MetricsWriter(folder / METRICS_NAME)
-        sync_metrics = writer.sync
-        observers: list[Observer] = [writer, WandbLogger(cfg.logging, cfg.run.name, folder / "wandb", asdict(cfg))]
-        callbacks += [Metrics(observers, rates), Console(rates)]
-        if cfg.logging.profile_steps:
-            first, last = cfg.logging.profile_steps
-            callbacks.append(Profiler(first, last, folder))
-    saver = CheckpointWriter(folder, cfg.checkpoint, dump_config(cfg), ranks, timeout_sec=cfg.parallel.timeout_sec)
-    return [*callbacks, Validation(validation_rows, bos_id), Checkpointing(saver, placement, sync_metrics)]
+def _reads(cfg: Config, model: LoopedLM) -> bool:
+    """Whether this rank looks at tokens or labels: embedding, head, value embeddings, document borders."""
+    stage = model.stage
+    looks_up = any(layer.attention.value_table is not None for layer in model.core.values())
+    return stage.first or stage.last or looks_up or cfg.data.mask_document_boundaries
 
 
-def _nothing() -> None:
-    return None
-
-
-def _resume(
-    cfg: Config, reader: CheckpointReader, layout: Layout, engine: ZeroEngine, placement: Placement
-) -> TrainState:
-    """The saved state, with weights and moments in the engine; what has changed in `cfg` is logged or refused."""
-    changes = check_resume(load_config(reader.config_path), cfg)
-    placement.check(reader)
-    if layout.is_main:
+def _check_start(cfg: Config, folder: Path, reader: CheckpointReader | None) -> None:
+    """Before the model is built: what has changed since the checkpoint is logged or refused, the disk has room."""
+    start_step = 0
+    if reader is not None:
+        start_step = reader.step
+        changes = check_resume(load_config(reader.config_path), cfg)
         log.info("resuming from %s (step %d)", reader.folder, reader.step)
         for change in changes:
             log.info("changed since it was saved: %s", change)
-    state = reader.state()
-    engine.load_tensors(placement.read_from(reader), adamw_steps=state.adamw_steps)
-    return state
+    check_disk(checkpoints_folder(folder), checkpoint_bytes(cfg), cfg.checkpoint, start_step, cfg.last_step)
 
 
-def _load_weights(cfg: Config, engine: ZeroEngine, placement: Placement) -> None:
-    with open_checkpoint(Path(str(cfg.checkpoint.initial_weights))) as reader:
+def _load(cfg: Config, reader: CheckpointReader | None, engine: ZeroEngine, placement: Placement) -> TrainState:
+    """The state to go on from, with its weights and moments in the engine."""
+    if reader is not None:
         placement.check(reader)
-        read = placement.read_from(reader)
-        engine.load_parameters(lambda name: read(name, PARAMETER))
-        log.info("starting from the weights of %s", reader.folder)
+        state = reader.state()
+        engine.load_tensors(placement.read_from(reader), adamw_steps=state.adamw_steps)
+        return state
+    if cfg.checkpoint.initial_weights is not None:
+        with open_checkpoint(Path(cfg.checkpoint.initial_weights)) as start:
+            placement.check(start)
+            read = placement.read_from(start)
+            engine.load_parameters(lambda name: read(name, PARAMETER))
+            log.info("starting from the weights of %s", start.folder)
+    return TrainState()
+
+
+def _metrics_writer(cfg: Config, folder: Path, state: TrainState) -> MetricsWriter:
+    """The run's folder made ready: configuration, environment, and metrics up to the step to go on from."""
+    write_run_folder(folder, cfg)
+    removed = remove_rows_after(folder / METRICS_NAME, state.step)
+    if removed:
+        log.info("%s: removed %d rows after step %d, to be measured again", METRICS_NAME, removed, state.step)
+    return MetricsWriter(folder / METRICS_NAME)
+
+
+def _reports(cfg: Config, layout: Layout, folder: Path, writer: MetricsWriter) -> list[Callback]:
+    """What the main rank alone does."""
+    rates = Rates(cfg, layout)
+    observers: list[Observer] = [writer, WandbLogger(cfg.logging, cfg.run.name, folder / "wandb", asdict(cfg))]
+    profilers = [Profiler(cfg.logging.profile_steps, folder)] if cfg.logging.profile_steps else []
+    return [Metrics(observers, rates), Console(rates), *profilers]

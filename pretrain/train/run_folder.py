@@ -1,22 +1,19 @@
-"""The run's folder: configuration, environment, log file. Written by the main rank."""
+"""The run's folder: configuration and environment. Written by the main rank."""
 
 from __future__ import annotations
 
 import json
-import logging
 import platform
 import shlex
 import socket
 import subprocess
 import sys
-import warnings
 from importlib import metadata
 from pathlib import Path
 
 from pretrain.config.load import save_resolved
 from pretrain.config.schema import Config
 from pretrain.files import write_text
-from pretrain.parallel.megatron import Layout
 
 PACKAGES = (
     "torch", "deepspeed", "megatron-core", "mosaicml-streaming", "omegaconf", "wandb", "submitit", "numpy",
@@ -27,27 +24,6 @@ PACKAGES = (
 def run_folder(cfg: Config) -> Path:
     """RUN.dir/RUN.name."""
     return Path(cfg.run.dir) / cfg.run.name
-
-
-def set_up_logging(folder: Path, layout: Layout) -> None:
-    """Main rank: INFO to the console and log.txt. Other ranks: warnings to the console, with their rank."""
-    root = logging.getLogger()
-    root.handlers.clear()
-    console = logging.StreamHandler(sys.stderr)
-    root.addHandler(console)
-    prefix = "" if layout.is_main else f"[rank {layout.rank} {socket.gethostname()}] "
-    console.setFormatter(logging.Formatter(prefix + "%(message)s"))
-    root.setLevel(logging.INFO if layout.is_main else logging.WARNING)
-    if layout.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(folder / "log.txt")
-        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        root.addHandler(file)
-    logging.captureWarnings(True)
-    # Libraries that tell their own story at INFO.
-    for name in ("DeepSpeed", "streaming", "megatron", "torch", "py.warnings"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def environment() -> dict[str, object]:

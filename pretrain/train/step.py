@@ -5,6 +5,8 @@ Shapes: N rows of the global batch, R rows of this rank, B rows of a micro-batch
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +18,8 @@ from torch import Tensor
 from pretrain.accounting import StepWork
 from pretrain.config.schema import Config
 from pretrain.data.loader import RankBatch, TrainLoader
-from pretrain.model.looped import Loops, MicroBatch
+from pretrain.errors import DistributedError
+from pretrain.model.batch import Loops, MicroBatch
 from pretrain.model.loss import Totals
 from pretrain.model.state import StateKey
 from pretrain.parallel.megatron import Layout
@@ -46,6 +49,8 @@ class StepReport:
     terms: dict[str, float]
     """Terms of the loss over the global batch; `loss` is their weighted sum. Empty if the batch was not trained on."""
     grad_norm: float | None
+    trained: bool
+    """False where the batch was only read."""
     skipped: bool
     """A loss or gradient was not finite: no update."""
     hyperparameters: Hyperparameters
@@ -62,7 +67,7 @@ class StepReport:
 
 
 class StepRunner:
-    """Runs optimizer steps on the data-parallel layouts (pipeline = 1)."""
+    """Runs optimizer steps and evaluations where each rank holds the whole depth of the model (pipeline = 1)."""
 
     def __init__(
         self,
@@ -78,30 +83,27 @@ class StepRunner:
     def run(self, step: int, rank_batch: RankBatch, *, train: bool, stop_vote: bool) -> StepReport:
         """Step `step` (0-based: the optimizer steps done before) on this rank's rows. Collective over all ranks.
 
-        `train` False reads the rows and leaves the weights alone. `stop_vote` is summed over ranks, in the same
-        collective as the loss.
+        `train` False leaves the weights alone. `stop_vote` is summed over ranks, in the same collective as the loss.
         """
         values = hyperparameters(self.cfg.optimizer, self.cfg.schedule, step, self.cfg.total_steps)
         depths, row_depths = self._depths(step)
+        self._agree(step, row_depths)
         work = self._work(rank_batch, depths, row_depths) if train else []
         totals = Totals(self._global_tokens(rank_batch), self.cfg.train.global_batch_size)
         sums = torch.zeros(len(TERMS) + 3, device=self.layout.device, dtype=torch.float64)
         sums[-1] = float(stop_vote)
-        for item in work:
-            key = StateKey(self.cfg.train.seed, step, item.batch.rows)
-            output = self.engine("training_loss", item.batch, item.loops, key, self.cfg.loss, totals)
-            self.engine.backward(output.loss)
-            for i, term in enumerate(TERMS):
-                sums[i] += output.metrics.get(term, 0.0)
-            sums[-3] += item.plan.executed_row_passes
-            sums[-2] += item.plan.needed_row_passes
+        for name, value in self._accumulate(work, step, totals).items():
+            sums[TERMS.index(name)] = value
+        sums[-3] = sum(item.plan.executed_row_passes for item in work)
+        sums[-2] = sum(item.plan.needed_row_passes for item in work)
         result = self.engine.step(values) if train else None
-        reduced = self._reduce(sums)
+        reduced = self.reduce(sums, num_votes=1)
         counted = row_depths if train else row_depths.rows([])
         return StepReport(
             step=step + 1,
             terms=dict(zip(TERMS, reduced, strict=False)) if train else {},
             grad_norm=None if result is None else result.grad_norm,
+            trained=train,
             skipped=result is not None and result.skipped,
             hyperparameters=values,
             work=StepWork.of(counted.no_grad_loops, counted.grad_loops, self.cfg.loss.objective),
@@ -113,11 +115,48 @@ class StepRunner:
             stop_votes=round(reduced[-1]),
         )
 
-    def _reduce(self, sums: Tensor) -> list[float]:
-        """Sums over data-parallel ranks; tensor-parallel ranks hold the same values."""
-        dist.all_reduce(sums, group=self.layout.data_group)
+    def loop_losses(self, items: list[Inputs], num_loops: Sequence[int]) -> Iterator[Tensor]:
+        """Cross entropy of each token of each item, fp32 [len(num_loops), B, S], where this rank has it. Collective."""
+        for item in items:
+            yield self.engine(
+                "loop_losses", item.tokens, item.labels, num_loops,
+                document_ids=item.document_ids, positions=item.positions, segments=item.segments,
+            )  # fmt: skip
+
+    def reduce(self, sums: Tensor, num_votes: int = 0) -> list[float]:
+        """Sums over data-parallel ranks of what the last pipeline stage has; the last `num_votes` over all ranks."""
+        layout = self.layout
+        if layout.tensor_rank or layout.pipeline_rank < layout.pipeline_size - 1:
+            sums[: len(sums) - num_votes] = 0.0
+        dist.all_reduce(sums, group=layout.world_group)
         values: list[float] = sums.tolist()
         return values
+
+    def _accumulate(self, work: list[Work], step: int, totals: Totals) -> dict[str, Tensor]:
+        """Forward and backward of the micro-batches; this rank's share of the loss's terms."""
+        terms: dict[str, Tensor] = {}
+        for item in work:
+            key = StateKey(self.cfg.train.seed, step, item.batch.rows)
+            output = self.engine("training_loss", item.batch, item.loops, key, self.cfg.loss, totals)
+            self.engine.backward(output.loss)
+            for name, value in output.metrics.items():
+                terms[name] = terms[name] + value if name in terms else value
+        return terms
+
+    def _agree(self, step: int, row_depths: Depths) -> None:
+        """DistributedError on every rank where ranks that share collectives have drawn other loop counts: no hang."""
+        layout = self.layout
+        if layout.tensor_size * layout.pipeline_size == 1 and self.engine.stage < 3:
+            return
+        digest = zlib.crc32(row_depths.no_grad_loops.tobytes() + row_depths.grad_loops.tobytes(), step)
+        bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=layout.device)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=layout.world_group)
+        largest, smallest = bounds.tolist()
+        if largest != -smallest:
+            raise DistributedError(
+                f"step {step + 1}: ranks have drawn different loop counts (digest {digest:08x} here): they run "
+                "different configurations, code or numpy versions. Start all of them from one installation and one config.yaml"
+            )
 
     def _depths(self, step: int) -> tuple[Depths, Depths]:
         """Loop counts of the draw's units (rows or tokens) and of whole rows, for all N positions."""
@@ -144,11 +183,15 @@ class StepRunner:
         return work
 
     def _micro_batch(self, rank_batch: RankBatch, order: NDArray[np.int64]) -> MicroBatch:
-        assert rank_batch.tokens is not None
         index = torch.from_numpy(order)
-        inputs = Inputs.of(rank_batch.tokens[index], self.cfg, self.bos_id, self.layout.device)
-        rows = rank_batch.positions[index].to(self.layout.device, non_blocking=True)
-        return MicroBatch(inputs.tokens, inputs.labels, rows, *inputs[2:])
+        rows = rank_batch.tokens
+        if rows is None:  # a pipeline stage that looks at neither tokens nor labels
+            rows = torch.zeros(1, self.cfg.model.context_length + 1, dtype=torch.int64).expand(len(order), -1)
+        else:
+            rows = rows[index]
+        inputs = Inputs.of(rows, self.cfg, self.bos_id, self.layout.device)
+        positions = rank_batch.positions[index].to(self.layout.device, non_blocking=True)
+        return MicroBatch(inputs.tokens, inputs.labels, positions, *inputs[2:])
 
     def _global_tokens(self, rank_batch: RankBatch) -> float:
         """Labels that count in the global batch."""

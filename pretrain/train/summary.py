@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from pretrain.accounting import StepWork, count_parameters, hardware_flops, model_flops
+from pretrain.accounting import StepWork, count_parameters, hardware_flops, model_flops, parameter_table
 from pretrain.config.schema import Config
 from pretrain.sampling import DepthSampler
 
@@ -20,8 +20,6 @@ def checkpoint_bytes(cfg: Config) -> int:
 
 def muon_parameters(cfg: Config) -> int:
     """Parameters that Muon updates."""
-    from pretrain.accounting import parameter_table
-
     if cfg.optimizer.name != "muon":
         return 0
     return sum(p.numel for p in parameter_table(cfg.model).values() if p.muon)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import torch.distributed as dist
 
 from pretrain.config.schema import Config
 from pretrain.data.loader import TrainLoader
-from pretrain.errors import TrainingError
+from pretrain.errors import DistributedError, TrainingError
 from pretrain.parallel.megatron import Layout
 from pretrain.parallel.zero import ZeroEngine
 from pretrain.train.state import TrainState
@@ -29,9 +31,10 @@ class Timing:
 
 
 class Callback:
-    """Hooks of a run. Every rank calls every callback, in the same order, so hooks may be collective.
+    """Hooks of a run, called in the order of the trainer's list.
 
-    An exception in a hook ends the run; no hook is called after one.
+    A callback whose hooks are collective is in the list of every rank; those that only report are on the main rank
+    alone. An exception in a hook ends the run; no hook is called after one.
     """
 
     def on_start(self, trainer: Trainer) -> None:
@@ -40,8 +43,8 @@ class Callback:
     def on_step(self, trainer: Trainer, report: StepReport, timing: Timing) -> None:
         """After every step; `trainer.state` counts it."""
 
-    def on_validation(self, trainer: Trainer, losses: dict[int, float]) -> None:
-        """After a validation: mean loss per token in nats by loop count."""
+    def on_validation(self, trainer: Trainer, losses: dict[int, float], sec: float) -> None:
+        """After a validation that took `sec` seconds: mean loss per token in nats by loop count."""
 
     def on_end(self, trainer: Trainer) -> None:
         """Once, after the last step or a stop; not after an exception."""
@@ -58,60 +61,84 @@ class Trainer:
     runner: StepRunner
     state: TrainState
     callbacks: Sequence[Callback]
+    started_at: float
+    """time.monotonic() of the start of the process: train.max_hours counts from there."""
     stop_requested: Callable[[], str | None] = lambda: None
-    """Polled on every rank after each step; a reason on any rank stops all after the same step."""
+    """Polled on every rank before each step; a reason on any rank stops all after that step."""
     stop_reason: str | None = None
-    started_at: float = field(default_factory=time.monotonic)
 
     def fit(self) -> None:
-        """Trains until the last step, a stop request, or too many non-finite steps in a row (TrainingError)."""
-        for callback in self.callbacks:
-            callback.on_start(self)
-        while self.state.step < self.cfg.last_step and self.stop_reason is None:
-            report, timing = self._step()
+        """Trains until the last step, a stop request, or too many non-finite steps in a row (TrainingError).
+
+        An exception leaves at once, noting the step, without any collective: the other ranks may be gone.
+        """
+        try:
             for callback in self.callbacks:
-                callback.on_step(self, report, timing)
-        for callback in self.callbacks:
-            callback.on_end(self)
+                callback.on_start(self)
+            while not self.is_last_step:
+                report, timing = self._step()
+                for callback in self.callbacks:
+                    callback.on_step(self, report, timing)
+                self._guard(report)
+            for callback in self.callbacks:
+                callback.on_end(self)
+        except Exception as error:
+            failure = _as_lost_contact(error) or error
+            failure.add_note(f"after step {self.state.step}")
+            raise failure from error.__cause__
 
     @property
     def is_last_step(self) -> bool:
         """Whether no step follows."""
         return self.state.step >= self.cfg.last_step or self.stop_reason is not None
 
-    def report_validation(self, losses: dict[int, float]) -> None:
+    def report_validation(self, losses: dict[int, float], sec: float) -> None:
         """Hands validation losses to every callback."""
         for callback in self.callbacks:
-            callback.on_validation(self, losses)
+            callback.on_validation(self, losses, sec)
 
     def _step(self) -> tuple[StepReport, Timing]:
         begin = time.perf_counter()
         rank_batch = next(self.loader)
         wait = time.perf_counter() - begin
-        own_reason = self._own_stop_reason()
-        step = self.state.step
-        report = self.runner.run(
-            step, rank_batch, train=step + 1 not in self.cfg.train.skip_steps, stop_vote=own_reason is not None
-        )
+        step, own_reason = self.state.step, self._own_stop_reason()
+        train = step + 1 not in self.cfg.train.skip_steps
+        report = self.runner.run(step, rank_batch, train=train, stop_vote=own_reason is not None)
         self.state.advance(self.cfg.tokens_per_step, skipped=report.skipped)
         if report.stop_votes:
             self.stop_reason = own_reason or "asked for by another rank"
-        self._guard(report)
         return report, Timing(wait, time.perf_counter() - begin)
 
     def _own_stop_reason(self) -> str | None:
         limit = self.cfg.train.max_hours
         if limit is not None and time.monotonic() - self.started_at >= limit * 3600:
-            return f"train.max_hours={limit} reached"
+            return f"train.max_hours={limit:g} is over"
         return self.stop_requested()
 
     def _guard(self, report: StepReport) -> None:
-        if report.skipped:
-            log.warning("step %d: a loss or gradient is not finite; no rank updated its weights", report.step)
-        in_a_row = self.state.skipped_in_a_row
-        if in_a_row >= self.cfg.train.max_skipped_in_a_row:
+        if not report.trained:
+            log.info("step %d: its batch was read and not trained on (train.skip_steps)", report.step)
+        if not report.skipped:
+            return
+        in_a_row, limit = self.state.skipped_in_a_row, self.cfg.train.max_skipped_in_a_row
+        if self.layout.is_main:
+            log.warning(
+                "step %d: loss %s, gradient norm %s: not finite, so no rank updates its weights (%d in a row, "
+                "train.max_skipped_in_a_row=%d)",
+                report.step, report.terms["loss"], report.grad_norm, in_a_row, limit,
+            )  # fmt: skip
+        if in_a_row >= limit:
             raise TrainingError(
-                f"{in_a_row} steps in a row (the last is {report.step}) had a loss or gradient that is "
-                "not finite (train.max_skipped_in_a_row): lower optimizer.lr, or look at the data and state norms of "
-                "these steps, and resume from the last checkpoint"
+                f"{in_a_row} steps in a row had a loss or gradient that is not finite (train.max_skipped_in_a_row="
+                f"{limit}): lower optimizer.lr, or look at the data and at the gradient norms before them in "
+                "metrics.jsonl, and resume from the last checkpoint"
             )
+
+
+def _as_lost_contact(error: Exception) -> DistributedError | None:
+    """The error of a collective that another rank does not take part in, as such."""
+    if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+        return None
+    return DistributedError(
+        f"another rank failed, or did not answer within parallel.timeout_sec; its own error tells why. Here: {error}"
+    )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from pretrain.train.checkpoint.placement import Placement
 from pretrain.train.checkpoint.writer import CheckpointWriter
+from pretrain.train.metrics import MetricsWriter
 from pretrain.train.step import StepReport
 from pretrain.train.trainer import Callback, Timing, Trainer
 
 
 class Checkpointing(Callback):
-    """Collective over all ranks. Metrics are made durable before the checkpoint that counts on them."""
+    """Collective over all ranks. The main rank's `metrics` become durable before the checkpoint that counts on them."""
 
-    def __init__(self, writer: CheckpointWriter, placement: Placement, sync_metrics: Callable[[], None]) -> None:
-        self.writer, self.placement, self.sync_metrics = writer, placement, sync_metrics
+    def __init__(self, writer: CheckpointWriter, placement: Placement, metrics: MetricsWriter | None) -> None:
+        self.writer, self.placement, self.metrics = writer, placement, metrics
 
     def on_start(self, trainer: Trainer) -> None:
         self.writer.start_from(trainer.state.step)
@@ -26,7 +25,8 @@ class Checkpointing(Callback):
 
     def save(self, trainer: Trainer) -> None:
         """Saves the state after the last step."""
-        self.sync_metrics()
+        if self.metrics is not None:
+            self.metrics.sync()
         state = trainer.state
         state.adamw_steps = trainer.engine.adamw_steps
         state.sampler = trainer.runner.sampler.state_dict()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -19,13 +18,17 @@ log = logging.getLogger(__name__)
 
 
 class Console(Callback):
-    """step/total, loss, grad norm, lr, loops (no-grad + grad), tokens/s, wait for data, MFU, memory, time left."""
+    """step/total, loss, grad norm, lr, loops (no-grad + grad), tokens/s, wait for data, MFU, memory, time left.
+
+    Speed, wait and MFU are means of the steps since the last line; validation and checkpoints are not part of them.
+    """
 
     def __init__(self, rates: Rates) -> None:
         self.rates = rates
         self.bar: tqdm | None = None
         self.interval_sec = self.interval_wait = 0.0
         self.interval_steps = 0
+        self.has_begun = False
 
     def on_start(self, trainer: Trainer) -> None:
         if trainer.cfg.logging.progress_bar and sys.stderr.isatty():
@@ -37,45 +40,54 @@ class Console(Callback):
         self.interval_steps += 1
         if self.bar is not None:
             self.bar.update()
-        if report.step % trainer.cfg.logging.every_steps == 0 or trainer.is_last_step or report.step == 1:
+        if report.step % trainer.cfg.logging.every_steps == 0 or trainer.is_last_step or not self.has_begun:
             self._say(self._line(trainer, report))
             self.interval_sec = self.interval_wait = 0.0
             self.interval_steps = 0
+        if not self.has_begun:
+            self.has_begun = True
+            self._say(f"the first step was done {time.monotonic() - trainer.started_at:.1f} s after the start")
 
-    def on_validation(self, trainer: Trainer, losses: dict[int, float]) -> None:
+    def on_validation(self, trainer: Trainer, losses: dict[int, float], sec: float) -> None:
         shown = "  ".join(f"{t} loops {loss:.4f}" for t, loss in losses.items())
-        self._say(f"step {trainer.state.step:>{len(str(trainer.cfg.total_steps))}} | validation loss: {shown}")
+        self._say(f"{_step(trainer)} | validation loss: {shown}  ({sec:.1f} s)")
 
     def on_end(self, trainer: Trainer) -> None:
         if self.bar is not None:
             self.bar.close()
-        hours = timedelta(seconds=round(time.monotonic() - trainer.started_at))
+        spent = timedelta(seconds=round(time.monotonic() - trainer.started_at))
         reason = f" ({trainer.stop_reason})" if trainer.stop_reason else ""
-        log.info("stopped after step %d of %d in %s%s", trainer.state.step, trainer.cfg.total_steps, hours, reason)
+        log.info("stopped after step %d of %d in %s%s", trainer.state.step, trainer.cfg.total_steps, spent, reason)
 
     def _say(self, line: str) -> None:
         if self.bar is not None:
             with tqdm.external_write_mode():
-                log.info(line)
+                log.info("%s", line)
         else:
-            log.info(line)
+            log.info("%s", line)
 
     def _line(self, trainer: Trainer, report: StepReport) -> str:
         cfg, sec = trainer.cfg, self.interval_sec / self.interval_steps
-        rate = self.rates.of(report.work, sec)
-        columns: list[tuple[str, float | None, Callable[[float], str]]] = [
-            ("loss", report.terms.get("loss"), lambda x: f"{x:8.4f}"),
-            ("grad norm", report.grad_norm, lambda x: f"{x:9.3e}"),
-            ("lr", report.hyperparameters.lr, lambda x: f"{x:8.2e}"),
-            ("tokens/s", cfg.tokens_per_step / sec, lambda x: f"{x:9,.0f}"),
-            ("wait", self.interval_wait / self.interval_sec, lambda x: f"{x:4.0%}"),
-            ("MFU", rate.mfu, lambda x: f"{x:5.1%}"),
+        cells = [
+            _step(trainer),
+            _cell("loss", report.terms.get("loss"), ".4f", 8),
+            _cell("grad norm", report.grad_norm, ".3e", 9),
+            _cell("lr", report.hyperparameters.lr, ".2e", 8),
+            f"loops {report.no_grad_loops_mean:4.1f} + {report.grad_loops_mean:4.1f}",
+            _cell("tokens/s", cfg.tokens_per_step / sec, ",.0f", 9),
+            _cell("wait", self.interval_wait / self.interval_sec, ".0%", 4),
+            _cell("MFU", self.rates.of(report.work, sec).mfu, ".1%", 5),
         ]
-        width = len(str(cfg.total_steps))
-        parts = [f"step {report.step:>{width}}/{cfg.total_steps}"]
-        parts += [f"{name} {form(value) if value is not None else '-'}" for name, value, form in columns]
-        parts.insert(4, f"loops {report.no_grad_loops_mean:4.1f} + {report.grad_loops_mean:4.1f}")
         if torch.cuda.is_available():
-            parts.append(f"memory {torch.cuda.max_memory_allocated() / 2**30:5.1f} GiB")
-        parts.append(f"left {timedelta(seconds=round((cfg.last_step - report.step) * sec))}")
-        return " | ".join(parts)
+            cells.append(_cell("memory", torch.cuda.max_memory_allocated() / 2**30, ".1f", 5) + " GiB")
+        left = timedelta(seconds=round((cfg.last_step - report.step) * sec))
+        return " | ".join([*cells, f"left {left}"])
+
+
+def _step(trainer: Trainer) -> str:
+    total = trainer.cfg.total_steps
+    return f"step {trainer.state.step:>{len(str(total))}}/{total}"
+
+
+def _cell(name: str, value: float | None, form: str, width: int) -> str:
+    return f"{name} {'-' if value is None else format(value, form):>{width}}"

@@ -23,8 +23,10 @@ class Observer(Protocol):
 class Metrics(Callback):
     """Makes the rows. Main rank only; no collective.
 
-    A step's row has step, loss, grad_norm, lr, tokens, tokens_per_sec, mfu, hfu, num_loops_mean, skipped_steps and what
-    else the configuration brings. A validation's row has step and val_loss by loop count.
+    A step's row has step, loss, grad_norm, lr, tokens, tokens_per_sec, mfu, hfu, num_loops_mean, grad_loops_mean,
+    skipped_steps, step_sec, wait_sec, waste (row passes executed over needed), and the terms of the loss and Muon's
+    settings where the configuration has them. A validation's row has step, val_loss by loop count and val_sec, which is
+    not part of any step_sec.
     """
 
     def __init__(self, observers: Sequence[Observer], rates: Rates) -> None:
@@ -55,8 +57,9 @@ class Metrics(Callback):
         row |= {name: value for name, value in report.terms.items() if name != "loss" and value != 0.0}
         self._write(row)
 
-    def on_validation(self, trainer: Trainer, losses: dict[int, float]) -> None:
-        self._write({"step": trainer.state.step, "val_loss": {str(t): loss for t, loss in losses.items()}})
+    def on_validation(self, trainer: Trainer, losses: dict[int, float], sec: float) -> None:
+        val_loss = {str(t): loss for t, loss in losses.items()}
+        self._write({"step": trainer.state.step, "val_loss": val_loss, "val_sec": sec})
 
     def on_end(self, trainer: Trainer) -> None:
         for observer in self.observers:

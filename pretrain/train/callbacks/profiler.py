@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,8 +15,8 @@ from pretrain.train.trainer import Callback, Timing, Trainer
 class Profiler(Callback):
     """Traces steps first..last of `logging.profile_steps` on the main rank: RUN/trace_FIRST_LAST.json (chrome://tracing)."""
 
-    def __init__(self, first: int, last: int, folder: Path) -> None:
-        self.first, self.last, self.folder = first, last, folder
+    def __init__(self, steps: Sequence[int], folder: Path) -> None:
+        (self.first, self.last), self.folder = steps, folder
         self.profile: profile | None = None
 
     def on_start(self, trainer: Trainer) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
-import torch.distributed as dist
 
 from pretrain.config.schema import Config
 from pretrain.data.documents import IGNORED_LABEL
@@ -21,9 +22,10 @@ def validation_loops(cfg: Config) -> list[int]:
 
 
 class Validation(Callback):
-    """Every `validation.every_steps` steps and at the end. Collective over all ranks.
+    """Every `validation.every_steps` steps and at the schedule's end. Collective over all ranks.
 
-    The loss is the sum over valid labels divided by their number, over all data-parallel ranks.
+    Not where a run only stops: the resumed run would then have measured once more than an uninterrupted one. The loss
+    is the sum over valid labels divided by their number, over all data-parallel ranks.
     """
 
     def __init__(self, rows: ValidationRows, bos_id: int) -> None:
@@ -31,26 +33,26 @@ class Validation(Callback):
 
     def on_step(self, trainer: Trainer, report: StepReport, timing: Timing) -> None:
         every = trainer.cfg.validation.every_steps
-        if (every is not None and report.step % every == 0) or trainer.is_last_step:
-            trainer.report_validation(self.measure(trainer))
+        if (every is not None and report.step % every == 0) or report.step == trainer.cfg.total_steps:
+            begin = time.perf_counter()
+            losses = self.measure(trainer)
+            trainer.report_validation(losses, time.perf_counter() - begin)
 
     @torch.no_grad()
     def measure(self, trainer: Trainer) -> dict[int, float]:
         """Mean loss in nats by loop count, the same on all ranks."""
         loops, device = validation_loops(trainer.cfg), trainer.layout.device
         sums = torch.zeros(len(loops) + 1, device=device, dtype=torch.float64)
-        module = trainer.engine.module
-        module.eval()
+        items = []
         for batch in self.rows.batches(trainer.cfg.train.micro_batch_size):
             inputs = Inputs.of(batch.tokens, trainer.cfg, self.bos_id, device)
-            labels = inputs.labels.masked_fill(batch.weights.to(device)[:, None] == 0, IGNORED_LABEL)
-            losses = trainer.engine(
-                "loop_losses", inputs.tokens, labels, loops,
-                document_ids=inputs.document_ids, positions=inputs.positions, segments=inputs.segments,
-            )  # fmt: skip
+            filler = batch.weights.to(device)[:, None] == 0
+            items.append(inputs._replace(labels=inputs.labels.masked_fill(filler, IGNORED_LABEL)))
+        module = trainer.engine.module
+        module.eval()
+        for losses in trainer.runner.loop_losses(items, loops):
             sums[:-1] += losses.sum((1, 2), dtype=torch.float64)
-            sums[-1] += (labels >= 0).sum()
+        sums[-1] = sum((item.labels >= 0).sum() for item in items)
         module.train()
-        dist.all_reduce(sums, group=trainer.layout.data_group)
-        *totals, count = sums.tolist()
+        *totals, count = trainer.runner.reduce(sums)
         return {t: total / count for t, total in zip(loops, totals, strict=True)}

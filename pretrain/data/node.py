@@ -1,0 +1,150 @@
+"""A run's private place on a node: names of shared memory, locks and files that no other run, live or dead, can meet.
+
+streaming numbers its shared memory from 0 and takes the first number that looks free. A killed run's leftovers, two
+runs that start together, or two nodes of one machine then collide. Here each start draws its own number, and a folder
+in the temporary directory tells live runs from dead ones: every process holds a shared lock on a file in it, which the
+kernel drops when the last one dies, by whatever signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import streaming.base.dataset as streaming_dataset
+from streaming.base.constant import LOCALS
+from streaming.base.shared import SharedMemory
+from streaming.base.world import World
+
+from pretrain.data.place import DataPlace, Node
+from pretrain.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+ALIVE = "alive.lock"
+CACHE_LOCK = ".looped-pretrain.lock"
+CACHE_WAIT_SEC = 10.0
+"""The loader processes of a killed run hold its locks until the kernel has ended them too."""
+
+
+class NodeFolder:
+    """The folder `path`, shared by the run's processes on this node, and the number `prefix` of its shared memory.
+
+    Building it is collective over all processes. It first removes what dead runs of the same user left on the node.
+    """
+
+    def __init__(self, place: DataPlace, node: Node) -> None:
+        token = place.gather(secrets.randbits(40))[0]
+        self.prefix = token * node.count + node.index
+        self._root = Path(tempfile.gettempdir()) / f"looped-pretrain-{os.getuid()}"
+        self.path = self._root / str(self.prefix)
+        self._node = node
+        self._held: list[IO[str]] = []
+        place.on_leaders(self._create, node.is_leader)
+        if not node.is_leader:
+            self._held.append(_lock(self.path / ALIVE, fcntl.LOCK_SH))
+
+    def lock_cache(self, folder: Path) -> None:
+        """Makes this run the only one on the node that fills `folder`; DataError if another one keeps it.
+
+        To be called by the node's leader. streaming's bookkeeping of downloads and evictions covers one run only.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + CACHE_WAIT_SEC
+        while True:
+            try:
+                self._held.append(_lock(folder / CACHE_LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB))
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise DataError(
+                        f"{folder}: another run (or another node, if the folder is shared) uses this cache of remote "
+                        "shards; give each its own folder as data.sources[].path"
+                    ) from None
+            time.sleep(0.2)
+
+    @contextlib.contextmanager
+    def streaming_world(self) -> Iterator[None]:
+        """While a StreamingDataset is built: it takes this node for the world, and `prefix` for its shared memory.
+
+        streaming reads RANK, WORLD_SIZE and LOCAL_WORLD_SIZE to elect the process that fetches indexes and fills the
+        shared memory; the deepspeed launcher does not set the last one. Ranks of other nodes do not matter to it,
+        since rows are assigned by `rank_positions`.
+        """
+        node = self._node
+        own = {"RANK": node.rank_of_node, "LOCAL_RANK": node.rank_of_node}
+        own |= {"WORLD_SIZE": node.ranks_of_node, "LOCAL_WORLD_SIZE": node.ranks_of_node}
+        before = {name: os.environ.get(name) for name in own}
+        find_prefix = streaming_dataset.get_shm_prefix
+        try:
+            os.environ.update({name: str(value) for name, value in own.items()})
+            streaming_dataset.get_shm_prefix = self._prefix
+            yield
+        finally:
+            streaming_dataset.get_shm_prefix = find_prefix
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+    def close(self) -> None:
+        """Lets go of the locks; the last process of the node removes the folder."""
+        for file in self._held:
+            file.close()
+        self._held.clear()
+        if self._root.is_dir():
+            with _lock(self._root / "lock", fcntl.LOCK_EX):
+                _remove_if_dead(self.path)
+
+    def _create(self) -> None:
+        self._root.mkdir(mode=0o700, exist_ok=True)
+        if self._root.stat().st_uid != os.getuid():
+            raise DataError(f"{self._root}: belongs to another user; set TMPDIR to a folder of your own")
+        with _lock(self._root / "lock", fcntl.LOCK_EX):
+            for folder in self._root.iterdir():
+                _remove_if_dead(folder)
+            self.path.mkdir()
+            self._held.append(_lock(self.path / ALIVE, fcntl.LOCK_SH))
+
+    def _prefix(
+        self, streams_local: list[str], streams_remote: list[str | None], world: World, retry: int = 100
+    ) -> tuple[int, SharedMemory]:
+        """Stands in for streaming's `get_shm_prefix`; the memory it returns only has to exist."""
+        return self.prefix, SharedMemory(name=f"{self.prefix:06}_{LOCALS}", size=8)
+
+
+def _lock(path: Path, operation: int) -> IO[str]:
+    """The open file that holds the lock; forked children hold it too, until they end."""
+    file = path.open("a")
+    try:
+        fcntl.flock(file, operation)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _remove_if_dead(folder: Path) -> None:
+    """Removes a run's folder and shared memory if no process of it is left. The caller holds the root's lock."""
+    if not folder.is_dir() or not folder.name.isdigit():
+        return
+    try:
+        lock = _lock(folder / ALIVE, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    with lock:
+        for segment in SHARED_MEMORY.glob(f"{int(folder.name):06}_*"):
+            logger.info("removing %s, left by a run that has ended", segment)
+            segment.unlink(missing_ok=True)
+        shutil.rmtree(folder)

@@ -1,0 +1,121 @@
+"""The data sets of a run, found, fetched where remote, and checked before the first row is read."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+
+from streaming.base.format import Reader
+from streaming.base.storage import CloudDownloader
+
+from pretrain.config.schema import Config, SourceConfig
+from pretrain.data.manifest import MANIFEST_NAME, Manifest, ShardFile, parse_manifest, read_manifest, read_shards
+from pretrain.data.node import NodeFolder
+from pretrain.data.place import DataPlace, Node
+from pretrain.errors import ConfigError, DataError
+from pretrain.preflight import preflight_data
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def open_sources(cfg: Config, place: DataPlace, node: Node, folder: NodeFolder | None) -> list[Manifest]:
+    """Manifest of each source, once its metadata is local, agrees with `cfg`, and the shards on disk have their sizes.
+
+    `folder` keeps other runs from the caches of remote sources; with None the shards in caches are not looked at.
+    Errors: ConfigError where data and configuration disagree; DataError naming a shard that is missing or truncated,
+    or a remote file that cannot be fetched; either is raised on all processes. Collective over all processes.
+    """
+    place.on_leaders(lambda: _prepare(cfg, folder), node.is_leader)
+    return [read_manifest(source.path) for source in cfg.data.all_sources]
+
+
+def fingerprint(source: SourceConfig, manifest: Manifest) -> str:
+    """Changes with the names, sizes or contents of the training shards, or with their order."""
+    digest = hashlib.sha256()
+    for shard in read_shards(source.path, manifest, "train"):
+        digest.update(f"{shard.path.name} {shard.hash} {shard.rows}\n".encode())
+    return digest.hexdigest()
+
+
+def shard_path(shard: Reader) -> str:
+    """File of the shard's rows, unpacked."""
+    raw, _ = shard.file_pairs[0]
+    return os.path.join(shard.dirname, shard.split, raw.basename)
+
+
+def _prepare(cfg: Config, folder: NodeFolder | None) -> None:
+    _check_caches(cfg)
+    for source in cfg.data.all_sources:
+        if source.remote is not None:
+            if folder is not None:
+                folder.lock_cache(Path(source.path))
+            _fetch_metadata(source, source.remote)
+    preflight_data(cfg)
+    for source in cfg.data.all_sources:
+        manifest = read_manifest(source.path)
+        for shard in (s for split in manifest.splits for s in read_shards(source.path, manifest, split)):
+            if source.remote is None:
+                _check_local(source, shard)
+            elif folder is not None:
+                _remove_if_broken(shard)
+
+
+def _check_caches(cfg: Config) -> None:
+    """Refuses settings under which streaming would delete or rewrite the only copy of a data set."""
+    for source in cfg.data.all_sources:
+        if source.remote is None and cfg.data.cache_limit_bytes is not None:
+            raise ConfigError(
+                f"data.cache_limit_bytes={cfg.data.cache_limit_bytes}: expected null, since {source.path} is no cache: "
+                "shards deleted there cannot be downloaded again"
+            )
+        if source.remote is not None and Path(source.remote).resolve() == Path(source.path).resolve():
+            raise ConfigError(
+                f"data.sources[].remote={source.remote!r}: expected another folder than path, which is its cache"
+            )
+
+
+def _check_local(source: SourceConfig, shard: ShardFile) -> None:
+    if shard.compression is not None:
+        raise ConfigError(
+            f"data.sources[].path={source.path!r}: its shards are compressed and must be unpacked somewhere: name "
+            "this folder as data.sources[].remote, and a cache folder as data.sources[].path"
+        )
+    shard.check_size()
+
+
+def _remove_if_broken(shard: ShardFile) -> None:
+    """Removes a cached shard that has not its size, packed or not: it will be downloaded again."""
+    raw = shard.path if shard.compression is None else shard.path.with_suffix("")
+    for path, size in ((shard.path, shard.bytes), (raw, shard.raw_bytes)):
+        if path.is_file() and path.stat().st_size != size:
+            logger.warning("%s: removed from the cache: expected %d bytes, found %d", path, size, path.stat().st_size)
+            path.unlink()
+
+
+def _fetch_metadata(source: SourceConfig, remote: str) -> None:
+    """Downloads manifest, tokenizer and indexes into the cache folder, as far as they are not there."""
+    _fetch(source, remote, MANIFEST_NAME)
+    path = Path(source.path) / MANIFEST_NAME
+    manifest = parse_manifest(path.read_text(encoding="utf-8"), str(path))
+    names = [f"{manifest.tokenizer.path}/{name}" for name in TOKENIZER_FILES]
+    for name in [*names, *(f"{split}/index.json" for split in manifest.splits)]:
+        _fetch(source, remote, name)
+
+
+def _fetch(source: SourceConfig, remote: str, name: str) -> None:
+    path = Path(source.path) / name
+    if path.is_file():
+        return
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        CloudDownloader.direct_download(os.path.join(remote, name), str(part))
+    except Exception as error:  # each cloud's client raises errors of its own
+        raise DataError(
+            f"{remote}: cannot fetch {name} ({type(error).__name__}: {error}); expected a data set written by "
+            "data_prep/build_shards.py, and credentials as mosaicml-streaming documents them"
+        ) from error
+    os.replace(part, path)

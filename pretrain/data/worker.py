@@ -1,0 +1,36 @@
+"""What a loader process does about signals: it ends with the training process, and by nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import threading
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def set_up_worker(worker: int) -> None:
+    """DataLoader's `worker_init_fn`.
+
+    SLURM, and a terminal, signal every process of a job. The training process then saves and stops by itself, and needs
+    its workers until it does; only a SIGTERM that it sends itself counts. Where it dies, the kernel kills the worker:
+    one that lived on would keep the run's memory and locks, and torch's own check waits for the row being read.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent.pid:  # it died before the kernel was told
+        os._exit(1)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    # Threads started from here on inherit the mask, so that the signal waits for the one that asks who sent it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_on_parents_word, args=(parent.pid,), daemon=True).start()
+
+
+def _end_on_parents_word(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)

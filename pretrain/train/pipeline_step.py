@@ -1,0 +1,63 @@
+"""Steps and evaluations of layouts with a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+
+import torch
+from torch import Tensor
+
+from pretrain.config.schema import Config
+from pretrain.data.documents import IGNORED_LABEL
+from pretrain.data.loader import TrainLoader
+from pretrain.model.batch import Loops, MicroBatch
+from pretrain.model.loss import Totals
+from pretrain.model.state import StateKey
+from pretrain.parallel.megatron import Layout
+from pretrain.parallel.pipeline import CircularPipeline, Part
+from pretrain.parallel.zero import ZeroEngine
+from pretrain.sampling import DepthSampler, LoopStep
+from pretrain.train.inputs import Inputs
+from pretrain.train.step import StepRunner, Work
+
+
+class PipelineRunner(StepRunner):
+    """The micro-batches of a step go round the ring of pipeline ranks together."""
+
+    def __init__(
+        self, cfg: Config, engine: ZeroEngine, layout: Layout, sampler: DepthSampler, loader: TrainLoader
+    ) -> None:
+        super().__init__(cfg, engine, layout, sampler, loader)
+        self.pipeline = CircularPipeline(engine.module, layout)
+
+    def _accumulate(self, work: list[Work], step: int, totals: Totals) -> dict[str, Tensor]:
+        if not work:
+            return {}
+        seed = self.cfg.train.seed
+        parts = [Part(item.batch, item.loops, StateKey(seed, step, item.batch.rows)) for item in work]
+        return self.pipeline.train(parts, self.cfg.loss, totals, self.engine.scale_loss)
+
+    def loop_losses(self, items: list[Inputs], num_loops: Sequence[int]) -> Iterator[Tensor]:
+        # The ring takes a multiple of its size: the last items are filled up with rows that count nothing.
+        missing = -len(items) % self.layout.pipeline_size
+        idle = items[0]._replace(labels=torch.full_like(items[0].labels, IGNORED_LABEL))
+        parts = [_evaluated(item, max(num_loops)) for item in [*items, *repeat(idle, missing)]]
+        losses = self.pipeline.loop_losses(parts, num_loops)
+        yield from [] if losses is None else losses[: len(items)]
+
+
+def _evaluated(item: Inputs, num_loops: int) -> Part:
+    """All rows run the same number of loops, without gradient."""
+    rows = len(item.tokens)
+    steps = tuple(LoopStep(first=0 if t == 0 else rows, active=rows, computed=rows) for t in range(num_loops))
+    numbers = torch.arange(rows, device=item.tokens.device)
+    return Part(MicroBatch(item.tokens, item.labels, numbers, *item[2:]), Loops(steps, (), ()), key=None)
+
+
+def make_runner(
+    cfg: Config, engine: ZeroEngine, layout: Layout, sampler: DepthSampler, loader: TrainLoader
+) -> StepRunner:
+    """The runner of this layout."""
+    runner = PipelineRunner if layout.pipeline_size > 1 else StepRunner
+    return runner(cfg, engine, layout, sampler, loader)
