@@ -10,7 +10,6 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -28,9 +27,10 @@ from pretrain.config.families import make_model_config
 from pretrain.config.load import load_config
 from pretrain.config.model import Family, ModelConfig
 from pretrain.config.schema import Config, LossConfig, TrainConfig
-from pretrain.model import looped
-from pretrain.model.looped import LoopedLM, Loops, MicroBatch
-from pretrain.model.loss import HeadSettings, HeadSums, Totals, token_losses
+from pretrain.model import loss
+from pretrain.model.batch import Loops, MicroBatch
+from pretrain.model.looped import LoopedLM
+from pretrain.model.loss import Totals
 from pretrain.model.ops import TensorOps
 from pretrain.model.state import StateKey
 from pretrain.sampling.plan import LoopPlan
@@ -108,13 +108,11 @@ class _NoModules(contextlib.nullcontext[None]):
     parents = ("Global",)
 
 
-def plain_head(
-    weight: Tensor, hidden: Tensor, labels: Tensor, weights: Tensor | None, settings: HeadSettings, ops: TensorOps
-) -> HeadSums:
-    """The head without chunks and recomputation, whose products the counter sees."""
-    losses, logsumexp = token_losses(weight, hidden, labels, settings, ops)
-    losses = losses if weights is None else losses * weights
-    return HeadSums(losses.sum(), logsumexp.square().sum())
+@pytest.fixture
+def plain_head(monkeypatch: pytest.MonkeyPatch) -> LossConfig:
+    """A loss whose head is not recomputed and whose products the counter sees: the z-loss avoids the fused head."""
+    monkeypatch.setattr(loss, "checkpoint", lambda function, *args, **_: function(*args))
+    return LossConfig(z_loss=1e-4)
 
 
 def counted_flops(cfg: Config, no_grad_loops: int, grad_loops: int, rows: int = 1) -> int:
@@ -133,8 +131,8 @@ def counted_flops(cfg: Config, no_grad_loops: int, grad_loops: int, rows: int = 
     return counter.get_total_flops()
 
 
-def config(model: ModelConfig, loss: LossConfig | None = None, **train: Any) -> Config:
-    return Config(model=model, loss=loss or LossConfig(), train=TrainConfig(max_steps=1, **train))
+def config(model: ModelConfig, loss_cfg: LossConfig | None = None, **train: Any) -> Config:
+    return Config(model=model, loss=loss_cfg or LossConfig(), train=TrainConfig(max_steps=1, **train))
 
 
 # A gpt runs its layers once: with loops and no injection, loops without gradient would cut off its prelude.
@@ -142,11 +140,8 @@ CASES = [(family, n) for family in FAMILIES for n in (0, 4) if (family, n) != ("
 
 
 @pytest.mark.parametrize(("family", "no_grad_loops"), CASES)
-def test_model_flops_are_those_that_torch_counts(
-    family: Family, no_grad_loops: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(looped, "head_sums", plain_head)
-    cfg = config(small(family), activation_checkpointing="none")
+def test_model_flops_are_those_that_torch_counts(family: Family, no_grad_loops: int, plain_head: LossConfig) -> None:
+    cfg = config(small(family), plain_head, activation_checkpointing="none")
     for grad_loops in (1, 4, 8):
         work = StepWork.of([no_grad_loops], [grad_loops], "terminal")
         counted = counted_flops(cfg, no_grad_loops, grad_loops)
@@ -158,9 +153,8 @@ def test_model_flops_are_those_that_torch_counts(
     [{"num_kv_heads": 1}, {"core_width": 128}, {"mlp": "swiglu", "core_layers": 3}, {"tie_embeddings": False}],
     ids=str,
 )
-def test_model_flops_of_other_shapes(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looped, "head_sums", plain_head)
-    cfg = config(small("parcae", **settings), activation_checkpointing="none")
+def test_model_flops_of_other_shapes(settings: dict[str, Any], plain_head: LossConfig) -> None:
+    cfg = config(small("parcae", **settings), plain_head, activation_checkpointing="none")
     work = StepWork.of([1, 1], [2, 2], "terminal")
     counted = counted_flops(cfg, 1, 2, rows=2)
     assert model_flops(cfg.model, work, halve_attention=False) == pytest.approx(counted, rel=1e-3)
@@ -170,8 +164,8 @@ def test_model_flops_of_other_shapes(settings: dict[str, Any], monkeypatch: pyte
 @pytest.mark.parametrize(("family", "objective"), [("parcae", "terminal"), ("rdm", "per_loop")])
 def test_hardware_flops_are_those_that_torch_counts(family: Family, policy: str, objective: Any) -> None:
     # The z-loss takes the chunked head, which is recomputed; the fused one is invisible to the counter.
-    loss = LossConfig(objective=objective, z_loss=1e-4)
-    cfg = config(small(family), loss, activation_checkpointing=policy, checkpoint_every_loops=2)
+    chunked = LossConfig(objective=objective, z_loss=1e-4)
+    cfg = config(small(family), chunked, activation_checkpointing=policy, checkpoint_every_loops=2)
     work = StepWork.of([1], [4], objective)
     counted = counted_flops(cfg, 1, 4)
     assert hardware_flops(cfg, work, halve_attention=False) == pytest.approx(counted, rel=5e-3)
