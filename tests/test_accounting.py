@@ -178,6 +178,16 @@ def test_fused_head_is_not_recomputed() -> None:
     assert hardware_flops(cfg, work) == model_flops(cfg.model, work)
 
 
+def test_a_pipeline_encodes_once_more_where_loops_run_without_gradient() -> None:
+    alone, piped = (config(small("parcae"), activation_checkpointing="none") for _ in range(2))
+    piped.parallel.pipeline = 2
+    encode = 2 * piped.model.context_length * forward_flops(piped.model).encode
+    work = StepWork.of([1, 4], [2, 2], "terminal")
+    assert hardware_flops(piped, work) - hardware_flops(alone, work) == pytest.approx(encode)
+    without = StepWork.of([0, 0], [2, 2], "terminal")
+    assert hardware_flops(piped, without) == hardware_flops(alone, without)
+
+
 @pytest.mark.parametrize("window", [None, 32, 192, 1_000])
 def test_reported_attention_counts_visible_keys(window: int | None) -> None:
     # Two equal bare layers, of which the first slides.
