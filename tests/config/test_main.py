@@ -93,7 +93,7 @@ def test_an_error_of_the_program_shows_its_traceback_and_ends_with_1(tmp_path: P
     write_data_set(tmp_path / "data", row_tokens=129, vocab_size=8_192, max_id=8_191)
     program = (
         "import sys, types; build = types.ModuleType('build'); sys.modules['pretrain.train.build'] = build\n"
-        "build.dry_run = None; build.run_training = lambda cfg: 1 / 0\n"
+        "build.dry_run = None; build.run_training = lambda cfg, started_at: 1 / 0\n"
         "from pretrain.main import main; sys.exit(main(sys.argv[1:]))"
     )
     overrides = (f"data.path={tmp_path / 'data'}", f"run.dir={tmp_path}")
@@ -107,7 +107,7 @@ def test_the_exit_code_is_that_of_the_error(tmp_path: Path) -> None:
     program = (
         "import sys, types; build = types.ModuleType('build'); sys.modules['pretrain.train.build'] = build\n"
         "from pretrain.errors import DataError; from pretrain.main import main\n"
-        "def fail(cfg): raise DataError('shard.00001.mds is missing')\n"
+        "def fail(cfg, started_at): raise DataError('shard.00001.mds is missing')\n"
         "build.dry_run = build.run_training = fail; sys.exit(main(sys.argv[1:]))"
     )
     overrides = (f"data.path={tmp_path / 'data'}", f"run.dir={tmp_path}")
