@@ -285,9 +285,9 @@ def _layers_alone(cfg: ModelConfig, flops: TokenFlops) -> TokenFlops:
 
 
 def recomputes_head(cfg: Config) -> bool:
-    """Whether backward forms the logits again; the fused cross entropy has its gradients from the forward pass."""
-    fused = cfg.model.logit_softcap is None and cfg.loss.z_loss == 0 and cfg.loss.objective == "terminal"
-    return not (fused and cfg.parallel.tensor == 1)
+    """Whether backward forms the logits again; the fused cross entropy (fp32) has its gradients from the forward."""
+    plain = cfg.model.logit_softcap is None and cfg.loss.z_loss == 0 and cfg.loss.objective == "terminal"
+    return not (plain and cfg.parallel.tensor == 1 and cfg.train.precision == "fp32")
 
 
 # ------------------------------------------------------------------------------------------------------ utilisation

@@ -53,7 +53,7 @@ def _model_state(plan: Plan, pipeline_rank: int) -> Parts:
         / plan.data_ranks,
     }
     if stage >= 2:
-        parts["reduction buckets"] = FP32_BYTES * zero.bucket_elements * (2 if zero.overlap_comm else 1)
+        parts["reduction buckets"] = FP32_BYTES * min(zero.bucket_elements, numel) * (2 if zero.overlap_comm else 1)
     if stage == 3:
         parts["gathered parameters"] = FP32_BYTES * 2 * max(held.values())
     return parts

@@ -8,7 +8,7 @@ Shapes: B rows, S sequence, C channels of a head.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -165,4 +165,4 @@ def _attend_segments(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, window
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), boundaries, boundaries, length, length,
         window_size=(left, 0), enable_gqa=grouped,
     )  # fmt: skip
-    return y.unflatten(0, (-1, length))
+    return cast(Tensor, y).unflatten(0, (-1, length))

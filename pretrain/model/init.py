@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from pretrain.config.model import ModelConfig
+from pretrain.model.layers import ModelParameter
 from pretrain.model.ops import TensorOps, shard
 from pretrain.model.state import embedding_std
 
@@ -71,7 +73,7 @@ def init_parameters(model: nn.Module, cfg: ModelConfig, seed: int, ops: TensorOp
         if parameter.ndim < 2 or name.endswith(("query_bias", "key_bias")):
             continue
         shape = list(parameter.shape)
-        dim = parameter.tensor_partition_dim
+        dim = cast(ModelParameter, parameter).tensor_partition_dim
         if dim is not None:
             shape[dim] *= ops.size
         full = _draw(name, torch.Size(shape), cfg, _generator(seed, name))

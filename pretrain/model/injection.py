@@ -15,7 +15,7 @@ Shapes: B rows, s local sequence, D width of e, d_h width of the state.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -84,6 +84,11 @@ class Injection(nn.Module):
     left as they are); the returned h is what feedback into the layers sees.
     """
 
+    # None where the kind of injection has no use for it.
+    input: Any
+    state: Any
+    norm: Any
+
     def __init__(self, cfg: ModelConfig, ops: TensorOps) -> None:
         super().__init__()
         width = cfg.width_of("core")
@@ -97,8 +102,10 @@ class Injection(nn.Module):
     def forward(self, h: Tensor, inputs: Drive, first: Tensor | None) -> tuple[Tensor, Tensor]:
         drive, decay = inputs
         if self.interloop_norm is not None:
+            assert first is not None
             h = torch.where(first, h, self.interloop_norm(h))
         if self.kind == "diagonal":
+            assert decay is not None
             # fp32 for the recurrence itself: Abar is fp32 and promotes the product.
             u = (decay * h + drive).to(h.dtype)
         elif self.kind == "concat":

@@ -8,7 +8,7 @@ Shapes: B rows, S sequence, s local share of it, D width, H query heads, K key/v
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +22,25 @@ from pretrain.model.ops import TensorOps
 Part = Literal["prelude", "core", "coda"]
 
 
-def mark(parameter: nn.Parameter, ops: TensorOps, partition_dim: int | None = None, muon: bool = False) -> nn.Parameter:
+class ModelParameter(nn.Parameter):
+    """The type of a parameter that `mark` has marked; nothing is an instance of it."""
+
+    tensor_partition_dim: int | None
+    tensor_model_parallel: bool
+    sequence_parallel: bool
+    use_muon: bool
+
+
+def mark(
+    parameter: nn.Parameter, ops: TensorOps, partition_dim: int | None = None, muon: bool = False
+) -> ModelParameter:
     """The parameter with the attributes that optimizer, gradient norm and checkpoints read (docs/design.md)."""
-    parameter.tensor_partition_dim = partition_dim if ops.size > 1 else None
-    parameter.tensor_model_parallel = parameter.tensor_partition_dim is not None
-    parameter.sequence_parallel = ops.sequence_parallel and partition_dim is None
-    parameter.use_muon = muon
-    return parameter
+    marked = cast(ModelParameter, parameter)
+    marked.tensor_partition_dim = partition_dim if ops.size > 1 else None
+    marked.tensor_model_parallel = marked.tensor_partition_dim is not None
+    marked.sequence_parallel = ops.sequence_parallel and partition_dim is None
+    marked.use_muon = muon
+    return marked
 
 
 class Linear(nn.Module):
@@ -76,9 +88,15 @@ class ValueTable(nn.Module):
 class Attention(nn.Module):
     """Causal attention whose queries may come from another tensor than its keys and values (FLT)."""
 
+    # Absent (None) in most families and layers; what uses one runs only where it exists.
+    query_bias: Any
+    key_bias: Any
+    value_table: Any
+    value_gate: Any
+
     def __init__(self, cfg: ModelConfig, part: Part, index: int, ops: TensorOps) -> None:
         super().__init__()
-        self.ops, self.channels = ops, cfg.head_channels
+        self.ops, self.channels, self.gate_channels = ops, cfg.head_channels, cfg.value_gate_channels
         self.layout, self.dropout = cfg.rope_layout, cfg.dropout
         self.window = cfg.window_of(part, index)
         self.norm_eps = (cfg.qk_norm_eps or 2.0**-23) if cfg.qk_norm else None
@@ -93,7 +111,7 @@ class Attention(nn.Module):
             self.key_bias = mark(nn.Parameter(torch.zeros(kv_heads // ops.size, self.channels)), ops, 0)
         if cfg.has_value_embedding(part, index):
             self.value_table = ValueTable(cfg, kv_heads, ops)
-            self.value_gate = Linear(cfg.value_gate_channels, kv_heads, ops, 0)
+            self.value_gate = Linear(self.gate_channels, kv_heads, ops, 0)
 
     def forward(
         self, x: Tensor, query_source: Tensor | None, ctx: Context, values: Tensor | None, cache: CacheSlot | None
@@ -106,7 +124,7 @@ class Attention(nn.Module):
         v = self.value(x).unflatten(-1, (-1, self.channels))
         if self.query_bias is not None:
             q, k = q + self.query_bias.to(q.dtype), k + self.key_bias.to(k.dtype)
-        if ctx.cos is not None:
+        if ctx.cos is not None and ctx.sin is not None:
             q, k = rotate(q, ctx.cos, ctx.sin, self.layout), rotate(k, ctx.cos, ctx.sin, self.layout)
         if self.norm_eps is not None:
             q, k = (
@@ -114,7 +132,7 @@ class Attention(nn.Module):
                 F.rms_norm(k, (self.channels,), None, self.norm_eps),
             )
         if values is not None:
-            gate = 2 * torch.sigmoid(self.value_gate(x[..., : self.value_gate.weight.shape[1]]))
+            gate = 2 * torch.sigmoid(self.value_gate(x[..., : self.gate_channels]))
             v = v + gate[..., None] * values.to(v.dtype)
         if cache is not None:
             k, v = cache.update(k, v)
@@ -176,10 +194,12 @@ class Layer(nn.Module):
         cache: CacheSlot | None = None,
     ) -> Tensor:
         if self.feedback_norm is not None and feedback is not None:
+            assert first is not None
             x = torch.where(first, x, self.feedback_norm(x + feedback))
         normed = self.attention_norm(x)
         source = None
         if self.queries_from_feedback and feedback is not None:
+            assert first is not None
             source = torch.where(first, normed, self.attention_norm(feedback))
         attended = self.attention(normed, source, ctx, values, cache)
         x = self.attention_post_norm(x + self.dropout(attended))

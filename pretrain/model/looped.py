@@ -88,6 +88,12 @@ class LoopedLM(nn.Module):
     `stage` restricts it to the part of one pipeline rank; names of parameters are the same in every layout.
     """
 
+    # None in families and on pipeline ranks that have no use for it; what uses one runs only where it exists.
+    embedding: Any
+    injection: Any
+    final_norm: Any
+    head: Any
+
     def __init__(self, cfg: ModelConfig, ops: TensorOps | None = None, stage: Stage | None = None) -> None:
         super().__init__()
         self.cfg, self.ops, self.stage = cfg, ops or TensorOps(), stage or Stage()
@@ -202,7 +208,8 @@ class LoopedLM(nn.Module):
     @property
     def vocabulary_head(self) -> VocabularyMatrix:
         """The output matrix: the embedding's where they are tied."""
-        return self.embedding if self.head is None else self.head
+        matrix: VocabularyMatrix = self.embedding if self.head is None else self.head
+        return matrix
 
     def compile_core(self) -> None:
         """Compiles the step of one loop, with the loop outside: few graphs, whatever the loop counts."""
@@ -311,7 +318,7 @@ class LoopedLM(nn.Module):
             return rows >= step.first if self.needs_first else None, waiting
         own, left = tokens[: step.computed, :, None], len(steps) - loop
         first = own <= left
-        if grad:
+        if grad and loops.token_no_grad is not None:
             first = first & (loops.token_no_grad[: step.computed, :, None] == 0)
         return first, own < left
 

@@ -91,7 +91,9 @@ def head_sums(
 ) -> HeadSums:
     """Weighted sums of token losses without the full logits: hidden [N, D], labels [N], token_weights [N] (None: 1)."""
     plain = settings.softcap is None and settings.z_loss == 0 and token_weights is None and ops.size == 1
-    if plain and torch.is_grad_enabled():
+    # In bf16 torch's fused form sums losses and weight gradients over chunks in bf16 (torch 2.14: a loss 6% off at 64
+    # chunks), whatever its accumulation options say.
+    if plain and hidden.dtype != torch.bfloat16 and torch.is_grad_enabled():
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=settings.chunk_tokens)
         loss = F.linear_cross_entropy(
             hidden, weight[: settings.vocab_size].to(hidden.dtype), labels.clamp(min=-1), reduction="sum",

@@ -48,16 +48,24 @@ class Objective:
         local = loops.local(model.ops.local_sequence(batch.tokens.shape[1])).token_grad
         own = rows if local is None else local
         self.state_weights = loop_weights(own, self.num_loops, "per_loop")  # [T, B, 1 or s]
+        deepest = max(loops.grad_loops)
+        self.first_readout = self.num_loops - deepest + {
+            "terminal": deepest - 1, "per_loop": 0, "last_third": 2 * deepest // 3,
+        }[cfg.objective]  # fmt: skip
         self.terms: dict[str, Tensor] = {}
+
+    @property
+    def first_loop(self) -> int:
+        """The first gradient loop (0-based) whose state has a part in the loss."""
+        return 0 if self.cfg.norm_penalty or self.cfg.scale_anchor else self.first_readout
 
     def _add(self, name: str, value: Tensor) -> None:
         self.terms[name] = self.terms[name] + value if name in self.terms else value
 
     def add(self, loop: int, state: Tensor) -> None:
         """Takes the state [b, s, d_h] after gradient loop `loop` (0-based)."""
-        last = loop == self.num_loops - 1
-        if last or self.cfg.objective != "terminal":
-            self._add_readout(loop, state, last)
+        if loop >= self.first_readout:
+            self._add_readout(loop, state, last=loop == self.num_loops - 1)
         if self.cfg.norm_penalty or self.cfg.scale_anchor:
             weights = self.state_weights[loop, : state.shape[0]] / self.batch.tokens.shape[1]
             penalty, anchor = state_penalty(state, weights, self.cfg)

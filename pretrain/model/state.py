@@ -49,8 +49,8 @@ def hash_bits(key: StateKey | None, seed: int, positions: Tensor, width: int) ->
         base = key.rows.to(device=device, dtype=torch.int64) + 1
         seed_word, step = key.seed, key.step + 1
     # Python integers are mixed on the host with the same function, so seed and step cost no kernel.
-    word = _mix(torch.tensor((seed_word & 0xFFFFFFFF) ^ 0x9E3779B9, dtype=torch.int64))
-    word = int(_mix((word + step) & 0xFFFFFFFF))
+    mixed_seed = _mix(torch.tensor((seed_word & 0xFFFFFFFF) ^ 0x9E3779B9, dtype=torch.int64))
+    word = int(_mix((mixed_seed + step) & 0xFFFFFFFF))
     rows = _mix((base + word) & 0xFFFFFFFF)[:, None]
     places = _mix((rows + positions.to(torch.int64) + 1) & 0xFFFFFFFF)[..., None]
     channels = torch.arange(1, width + 1, device=device, dtype=torch.int64) * 0x9E3779B1 & 0xFFFFFFFF

@@ -53,13 +53,17 @@ class _HandBack(torch.autograd.Function):
     """Identity on x whose backward gives `originals` the gradients that later chunks left on their detached copies."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: Sequence[Tensor], *originals: Tensor) -> Tensor:
-        ctx.copies = copies
+    def forward(
+        ctx: Any, x: Tensor, copies: Sequence[Tensor], invariants: dict[str, Any], *originals: Tensor
+    ) -> Tensor:
+        ctx.copies, ctx.invariants = copies, invariants
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (gradients[0], None, *(copy.grad for copy in ctx.copies))
+        # The micro-batch's last backward on this rank: nothing of it is needed any more.
+        ctx.invariants.clear()
+        return (gradients[0], None, None, *(copy.grad for copy in ctx.copies))
 
 
 class _AddLoss(torch.autograd.Function):
@@ -110,16 +114,17 @@ class CircularPipeline:
                 self._states_before(parts, most)
         num_chunks = max(len(part.loops.grad) for part in parts)
 
-        every_loop = loss_cfg.objective != "terminal" or loss_cfg.norm_penalty > 0 or loss_cfg.scale_anchor > 0
-
         def chunk(part: Part, t: int, received: Tensor | None) -> Tensor:
             loop, last = t - (num_chunks - len(part.loops.grad)), t == num_chunks - 1
             x = self._pass_on(part, t, loop, part.loops.grad, received, grad=True)
-            if not self.model.stage.last or loop < 0 or not (last or every_loop):
+            if not self.model.stage.last or loop < 0:
                 return x
-            values = self.model.look_up_values("coda", part.batch.tokens)
             ctx = part.invariants["ctx"]
+            # Looked up for each readout: chunks run backward one by one, so none may share a graph with another.
+            values = self.model.look_up_values("coda", part.batch.tokens)
             objective = Objective(self.model, part.batch, part.loops, loss_cfg, totals, ctx, values)
+            if loop < objective.first_loop:
+                return x
             objective.add(loop, x[: part.loops.grad[loop].active])
             output = objective.output()
             for name, value in output.metrics.items():
@@ -179,7 +184,7 @@ class CircularPipeline:
             state, fed = self._loop(part, invariants, state, fed, steps[loop], loop, grad)
         x = state if self.slots == 1 else torch.cat((state, state if fed is None else fed))
         if originals:
-            x = _HandBack.apply(x, copies, *originals)
+            x = _HandBack.apply(x, copies, part.invariants, *originals)
         return x
 
     def _prepare(self, part: Part, grad: bool) -> tuple[list[Tensor], list[Tensor]]:

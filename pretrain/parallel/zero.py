@@ -40,9 +40,10 @@ PERSISTENT_ELEMENTS = 100_000
 """Stage 3 keeps smaller parameters (norms, gates) whole: to gather each would cost more than its memory."""
 
 
-def deepspeed_config(zero: ZeroConfig) -> dict[str, Any]:
-    """DeepSpeed's dictionary for stage 1, 2 or 3."""
-    even_elements = max(2, zero.bucket_elements - zero.bucket_elements % 2)  # DeepSpeed aligns to 2
+def deepspeed_config(zero: ZeroConfig, num_elements: int) -> dict[str, Any]:
+    """DeepSpeed's dictionary for stage 1, 2 or 3 of a model of `num_elements` on this rank."""
+    bucket = min(zero.bucket_elements, num_elements)  # DeepSpeed allocates it whole
+    even_elements = max(2, bucket - bucket % 2)  # DeepSpeed aligns to 2
     return {
         # Batch sizes are the trainer's affair; DeepSpeed wants a number.
         "train_micro_batch_size_per_gpu": 1,
@@ -59,9 +60,9 @@ def deepspeed_config(zero: ZeroConfig) -> dict[str, Any]:
             "contiguous_gradients": True,
             "reduce_scatter": True,
             "round_robin_gradients": False,
-            "reduce_bucket_size": zero.bucket_elements,
+            "reduce_bucket_size": bucket,
             "allgather_bucket_size": even_elements,
-            "stage3_prefetch_bucket_size": zero.bucket_elements // 4,
+            "stage3_prefetch_bucket_size": bucket // 4,
             "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
         },
     }
@@ -159,7 +160,7 @@ class ZeroEngine:
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=self._optimizer,
-            config=deepspeed_config(config.zero),
+            config=deepspeed_config(config.zero, sum(shape.numel() for shape in shapes.values())),
             mpu=_ModelParallelUnit(layout),
             dist_init_required=False,
         )

@@ -27,6 +27,7 @@ from pretrain.parallel.megatron import Layout
 from pretrain.parallel.pipeline import stage_of
 from pretrain.parallel.tensor_ops import tensor_ops
 from pretrain.parallel.zero import PARAMETER, ZeroEngine
+from pretrain.planning import checkpoint_bytes
 from pretrain.sampling import DepthSampler
 from pretrain.train.callbacks import Checkpointing, Console, Metrics, Observer, Profiler, Validation, WandbLogger
 from pretrain.train.checkpoint.find import find_checkpoint, open_checkpoint
@@ -41,7 +42,7 @@ from pretrain.train.rates import Rates
 from pretrain.train.run_folder import run_folder, write_run_folder
 from pretrain.train.signals import StopSignals
 from pretrain.train.state import TrainState
-from pretrain.train.summary import checkpoint_bytes, summary
+from pretrain.train.summary import summary
 from pretrain.train.trainer import Callback, Trainer
 
 log = logging.getLogger(__name__)

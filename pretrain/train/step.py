@@ -155,7 +155,8 @@ class StepRunner:
         if largest != -smallest:
             raise DistributedError(
                 f"step {step + 1}: ranks have drawn different loop counts (digest {digest:08x} here): they run "
-                "different configurations, code or numpy versions. Start all of them from one installation and one config.yaml"
+                "different configurations, code or numpy versions. Start all of them from one installation and one "
+                "config.yaml"
             )
 
     def _depths(self, step: int) -> tuple[Depths, Depths]:

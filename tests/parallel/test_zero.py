@@ -40,7 +40,7 @@ def test_tensor_parallel() -> None:
 def test_stage_0_is_run_as_stage_1_and_clipping_is_never_deepspeeds() -> None:
     from pretrain.parallel.zero import deepspeed_config
 
-    config = deepspeed_config(ZeroConfig(stage=0, bucket_elements=701))
+    config = deepspeed_config(ZeroConfig(stage=0, bucket_elements=701), 10_000)
     assert config["zero_optimization"]["stage"] == 1
     assert config["zero_optimization"]["allgather_bucket_size"] == 700
     assert config["gradient_clipping"] == 0.0
