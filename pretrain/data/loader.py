@@ -45,7 +45,8 @@ class TrainLoader:
 
     Building it is collective over all processes (torch.distributed initialised where there are several); afterwards
     there are no collectives and ranks read at their own pace. With `reads=False` (a pipeline stage without embedding
-    or head) no row is read and `tokens` is None.
+    or head) no row is read and `tokens` is None. To be used from the main thread: workers end with the thread that
+    started them.
     Errors: ConfigError and DataError as `open_sources`; DataError naming the shard where reading fails.
     """
 
