@@ -17,13 +17,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 if not __package__:
     sys.path[:] = [str(Path(__file__).resolve().parents[1]), *sys.path[1:]]
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 from pretrain.config.families import FAMILIES
 from pretrain.config.schema import Config
@@ -105,7 +106,7 @@ def tiny_config(family: str, optimizer: str, precision: str, case: Case, checkpo
         "model": FAMILIES[family] | {"family": family},
         "optimizer": {"name": optimizer, "lr": 1e-3, "eps": 1e-8, "muon_lr": 1e-2},
         "train": {
-            "max_steps": 20, "global_batch_size": 16, "micro_batch_size": 1 if case.pipeline == 4 else 2,
+            "max_steps": 20, "global_batch_size": 32, "micro_batch_size": 2 if case.pipeline == 4 else 4,
             "precision": precision, "activation_checkpointing": checkpointing,
         },
         "parallel": {
@@ -113,7 +114,7 @@ def tiny_config(family: str, optimizer: str, precision: str, case: Case, checkpo
         },
         "zero": {"stage": case.stage},
     }  # fmt: skip
-    sizes = {"width": 32, "num_heads": 4, "ffn_width": 64, "vocab_size": 250, "context_length": 16, "core_layers": 4}
+    sizes = {"width": 32, "num_heads": 4, "ffn_width": 64, "vocab_size": 250, "context_length": 32, "core_layers": 4}
     if FAMILIES[family].get("prelude_layers") != 0:
         sizes |= {"prelude_layers": 1, "coda_layers": 1}
     merged = OmegaConf.merge(
@@ -146,7 +147,7 @@ def train(cfg: Config, layout: Layout, num_steps: int) -> Trace:
 def alone(layout: Layout) -> Layout:
     """The layout of one process, this one, inside a larger world."""
     groups = [dist.new_group([rank]) for rank in range(layout.world_size)]
-    own = groups[layout.rank]
+    own = cast(dist.ProcessGroup, groups[layout.rank])
     return replace(
         layout, tensor_size=1, tensor_rank=0, pipeline_size=1, pipeline_rank=0, data_size=1, data_rank=0,
         sequence_parallel=False, tensor_group=own, pipeline_group=own, data_group=own, model_group=own,
@@ -183,7 +184,8 @@ class Difference:
             [largest(trace.losses, reference.losses), largest(trace.norms, reference.norms), weights[worst]]
         )
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return Difference(*values.tolist(), worst)
+        loss, norm, weight = values.tolist()
+        return Difference(loss, norm, weight, worst)
 
 
 def differences(
@@ -273,7 +275,7 @@ def main() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     print("\n".join(HEADER))
-    torch.multiprocessing.spawn(_worker, (port, args), nprocs=WORLD)
+    spawn(_worker, (port, args), nprocs=WORLD)
 
 
 if __name__ == "__main__":
