@@ -6,7 +6,7 @@ Shapes: B rows, b active rows (a prefix), S sequence, s local share, d_h core wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -90,6 +90,6 @@ class Objective:
             "cross_entropy": 1.0, "z_loss": self.cfg.z_loss, "norm_penalty": self.cfg.norm_penalty,
             "scale_anchor": self.cfg.scale_anchor,
         }  # fmt: skip
-        loss = sum(scale[name] * value for name, value in self.terms.items() if scale[name])
+        loss = cast(Tensor, sum(scale[name] * value for name, value in self.terms.items() if scale[name]))
         metrics = {name: value.detach() for name, value in self.terms.items()}
         return LossOutput(loss, metrics | {"loss": loss.detach()})

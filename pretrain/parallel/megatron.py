@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -130,7 +130,7 @@ def initialize(tensor: int, pipeline: int, sequence_parallel: bool, timeout_sec:
         data_size=parallel_state.get_data_parallel_world_size(),
         data_rank=parallel_state.get_data_parallel_rank(),
         sequence_parallel=sequence_parallel,
-        world_group=dist.group.WORLD,
+        world_group=cast(dist.ProcessGroup, dist.group.WORLD),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(),

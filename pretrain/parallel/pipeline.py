@@ -151,10 +151,10 @@ class CircularPipeline:
         outputs = circular_schedule(self.layout, parts, num_chunks, chunk, shape, self._dtype, backward=False)
         group, rows = self.layout.pipeline_group, parts[0].batch.rows.shape[0]
         first, last = (dist.get_global_rank(group, r) for r in (0, self.layout.pipeline_size - 1))
-        for part, output in zip(parts, outputs or [None] * len(parts), strict=True):
+        for i, part in enumerate(parts):
             part.invariants.clear()
             if self.model.stage.last:
-                dist.send(output[:rows].contiguous(), first, group=group)
+                dist.send(outputs[i][:rows].contiguous(), first, group=group)
             elif self.model.stage.first:
                 part.state = torch.empty(rows, *shape[1:], dtype=self._dtype, device=self.layout.device)
                 dist.recv(part.state, last, group=group)
@@ -197,11 +197,11 @@ class CircularPipeline:
             shared["h_0"] = self._joined(part, h_0, grad)
             held += list(model.injection.input(e))
         held += list(model.look_up_values("core", part.batch.tokens))
-        live = [i for i, x in enumerate(held) if x is not None and grad and x.requires_grad]
-        copies = {i: held[i].detach().requires_grad_() for i in live}
+        live = {i: x for i, x in enumerate(held) if x is not None and grad and x.requires_grad}
+        copies = {i: x.detach().requires_grad_() for i, x in live.items()}
         shared["originals"] = held
         shared["copies"] = [copies.get(i, x) for i, x in enumerate(held)]
-        return [held[i] for i in live], [copies[i] for i in live]
+        return list(live.values()), list(copies.values())
 
     def _joined(self, part: Part, h_0: Tensor, grad: bool) -> Tensor:
         """The states that the gradient loops start from: rows without earlier loops keep h_0 and its gradient."""
@@ -226,7 +226,9 @@ class CircularPipeline:
         first, _ = model.marks(part.loops, loop, grad, state.device)
         first = first if first is None else first[:count]
         values = [v if v is None else v[:count] for v in invariants[2 if model.stage.first else 0 :]]
-        drive = Drive(invariants[0][:count], invariants[1]) if model.stage.first else None
+        drive = None
+        if model.stage.first and (driven := invariants[0]) is not None:
+            drive = Drive(driven[:count], invariants[1])
 
         def run(x: Tensor, feedback: Tensor | None) -> tuple[Tensor, Tensor | None]:
             if drive is not None:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from pretrain.data.validation import ValidationRows
 from pretrain.errors import STOPPED_EXIT_CODE, DistributedError
 from pretrain.messages import add_log_file
 from pretrain.model.init import init_parameters
+from pretrain.model.layers import Layer
 from pretrain.model.looped import LoopedLM
 from pretrain.parallel import megatron
 from pretrain.parallel.megatron import Layout
@@ -158,7 +160,7 @@ def _built(cfg: Config, layout: Layout, folder: Path, started_at: float) -> Iter
 def _reads(cfg: Config, model: LoopedLM) -> bool:
     """Whether this rank looks at tokens or labels: embedding, head, value embeddings, document borders."""
     stage = model.stage
-    looks_up = any(layer.attention.value_table is not None for layer in model.core.values())
+    looks_up = any(cast(Layer, layer).attention.value_table is not None for layer in model.core.values())
     return stage.first or stage.last or looks_up or cfg.data.mask_document_boundaries
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import repeat
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from pretrain.config.schema import Config
 from pretrain.data.documents import IGNORED_LABEL
-from pretrain.data.loader import TrainLoader
 from pretrain.model.batch import Loops, MicroBatch
+from pretrain.model.looped import LoopedLM
 from pretrain.model.loss import Totals
 from pretrain.model.state import StateKey
 from pretrain.parallel.megatron import Layout
@@ -19,17 +20,17 @@ from pretrain.parallel.pipeline import CircularPipeline, Part
 from pretrain.parallel.zero import ZeroEngine
 from pretrain.sampling import DepthSampler, LoopStep
 from pretrain.train.inputs import Inputs
-from pretrain.train.step import StepRunner, Work
+from pretrain.train.step import RowShares, StepRunner, Work
 
 
 class PipelineRunner(StepRunner):
     """The micro-batches of a step go round the ring of pipeline ranks together."""
 
     def __init__(
-        self, cfg: Config, engine: ZeroEngine, layout: Layout, sampler: DepthSampler, loader: TrainLoader
+        self, cfg: Config, engine: ZeroEngine, layout: Layout, sampler: DepthSampler, loader: RowShares
     ) -> None:
         super().__init__(cfg, engine, layout, sampler, loader)
-        self.pipeline = CircularPipeline(engine.module, layout)
+        self.pipeline = CircularPipeline(cast(LoopedLM, engine.module), layout)
 
     def _accumulate(self, work: list[Work], step: int, totals: Totals) -> dict[str, Tensor]:
         if not work:
@@ -56,7 +57,7 @@ def _evaluated(item: Inputs, num_loops: int) -> Part:
 
 
 def make_runner(
-    cfg: Config, engine: ZeroEngine, layout: Layout, sampler: DepthSampler, loader: TrainLoader
+    cfg: Config, engine: ZeroEngine, layout: Layout, sampler: DepthSampler, loader: RowShares
 ) -> StepRunner:
     """The runner of this layout."""
     runner = PipelineRunner if layout.pipeline_size > 1 else StepRunner

@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from pretrain.accounting import StepWork
 from pretrain.config.schema import Config
-from pretrain.data.loader import RankBatch, TrainLoader
+from pretrain.data.loader import RankBatch
 from pretrain.errors import DistributedError
 from pretrain.model.batch import Loops, MicroBatch
 from pretrain.model.loss import Totals
@@ -66,6 +67,14 @@ class StepReport:
     """Ranks that asked to stop after this step."""
 
 
+class RowShares(Protocol):
+    """What a runner has to know of the loader."""
+
+    all_positions: NDArray[np.int64]
+    """[data ranks, R] positions of every rank's rows in the global batch."""
+    bos_id: int
+
+
 class StepRunner:
     """Runs optimizer steps and evaluations where each rank holds the whole depth of the model (pipeline = 1)."""
 
@@ -75,7 +84,7 @@ class StepRunner:
         engine: ZeroEngine,
         layout: Layout,
         sampler: DepthSampler,
-        loader: TrainLoader,
+        loader: RowShares,
     ) -> None:
         self.cfg, self.engine, self.layout, self.sampler = cfg, engine, layout, sampler
         self.rank_positions, self.bos_id = list(loader.all_positions), loader.bos_id
