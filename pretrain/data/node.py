@@ -2,7 +2,7 @@
 
 streaming numbers its shared memory from 0 and takes the first number that looks free. A killed run's leftovers, two
 runs that start together, or two nodes of one machine then collide. Here each start draws its own number, and a folder
-in the temporary directory tells live runs from dead ones: every process holds a shared lock on a file in it, which the
+beside the shared memory tells live runs from dead ones: every process holds a shared lock on a file in it, which the
 kernel drops when the last one dies, by whatever signal.
 """
 
@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +45,7 @@ class NodeFolder:
     def __init__(self, place: DataPlace, node: Node) -> None:
         token = place.gather(secrets.randbits(40))[0]
         self.prefix = token * node.count + node.index
-        self._root = Path(tempfile.gettempdir()) / f"looped-pretrain-{os.getuid()}"
+        self._root = SHARED_MEMORY / f"looped-pretrain-{os.getuid()}"
         self.path = self._root / str(self.prefix)
         self._node = node
         self._held: list[IO[str]] = []
@@ -110,7 +109,7 @@ class NodeFolder:
     def _create(self) -> None:
         self._root.mkdir(mode=0o700, exist_ok=True)
         if self._root.stat().st_uid != os.getuid():
-            raise DataError(f"{self._root}: belongs to another user; set TMPDIR to a folder of your own")
+            raise DataError(f"{self._root}: belongs to another user, who must remove it")
         with _lock(self._root / "lock", fcntl.LOCK_EX):
             for folder in self._root.iterdir():
                 _remove_if_dead(folder)

@@ -14,6 +14,8 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
+from pretrain.errors import DataError
+
 
 def interleave(rows: NDArray[np.int64], canonical_nodes: int) -> NDArray[np.int64]:
     """[n] -> [n]: `rows` cut into contiguous parts, one per canonical node, and dealt one row of each in turn.
@@ -42,9 +44,19 @@ def shared_order(folder: Path, epoch: int, make: Callable[[], NDArray[np.int64]]
                 # A reader may still be one epoch behind. Removal leaves mapped copies intact.
                 if abs(int(other.stem.removeprefix("order_")) - epoch) > 1:
                     other.unlink()
-            order = make()
-            part = path.with_suffix(".part")
-            with part.open("wb") as file:
-                np.save(file, order.astype(np.uint32) if order.max() < 2**32 else order)
-            os.replace(part, path)
+            _write(path, make())
     return np.load(path, mmap_mode="r")
+
+
+def _write(path: Path, order: NDArray[np.int64]) -> None:
+    part = path.with_suffix(".part")
+    narrow = order.astype(np.uint32) if order.max() < 2**32 else order
+    try:
+        with part.open("wb") as file:
+            np.save(file, narrow)
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot write the order of an epoch, {narrow.nbytes} bytes ({error}); shared memory must hold two "
+            "such files (containers: --shm-size)"
+        ) from error
+    os.replace(part, path)

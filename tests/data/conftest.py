@@ -1,23 +1,12 @@
-"""Every test here has a temporary directory, and so a node folder, of its own."""
+"""The data set that most tests read."""
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.data.sets import numbered_rows, write_set
-
-
-@pytest.fixture(autouse=True)
-def own_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """TMPDIR of this test and of the processes it starts."""
-    folder = tmp_path / "tmpdir"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import shutil
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import streaming.base.dataset as streaming_dataset
 import streaming.base.util as streaming_util
@@ -241,7 +243,7 @@ def segments(prefix: int) -> list[str]:
     return [path.name for path in Path("/dev/shm").glob(f"{prefix}_*")]
 
 
-def test_a_killed_run_is_cleaned_up_and_a_live_one_left_alone(set_101: Path, tmp_path: Path, own_tmpdir: Path) -> None:
+def test_a_killed_run_is_cleaned_up_and_a_live_one_left_alone(set_101: Path, tmp_path: Path) -> None:
     live, live_prefix = start_run(set_101, tmp_path / "live_cache")
     dead, dead_prefix = start_run(set_101, tmp_path / "cache")
     try:
@@ -251,28 +253,40 @@ def test_a_killed_run_is_cleaned_up_and_a_live_one_left_alone(set_101: Path, tmp
         source = SourceConfig(path=str(tmp_path / "cache"), remote=str(set_101))
         assert len(read_epoch(make_config(None, sources=[source]))) == 96
         TrainLoader(make_config(set_101), alone()).close()  # by now the workers of the killed run are gone for sure
-        assert not segments(dead_prefix) and not folder_of(own_tmpdir, dead_prefix).exists()
+        assert not segments(dead_prefix) and not folder_of(dead_prefix).exists()
         assert live.is_alive()
-        assert len(segments(live_prefix)) == 6 and folder_of(own_tmpdir, live_prefix).exists()
+        assert len(segments(live_prefix)) == 6 and folder_of(live_prefix).exists()
     finally:
         for process in (live, dead):
             process.kill()
             process.join()
 
 
-def folder_of(tmpdir: Path, prefix: int) -> Path:
-    return tmpdir / f"looped-pretrain-{os.getuid()}" / str(prefix)
+def folder_of(prefix: int) -> Path:
+    return node.SHARED_MEMORY / f"looped-pretrain-{os.getuid()}" / str(prefix)
 
 
-def test_a_folder_of_another_user_is_refused(set_101: Path, own_tmpdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = own_tmpdir / "looped-pretrain-12345"
-    root.mkdir()
+def test_a_folder_of_another_user_is_refused(set_101: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "looped-pretrain-12345").mkdir()
+    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(DataError, match="belongs to another user; set TMPDIR"):
+    with pytest.raises(DataError, match="belongs to another user, who must remove it"):
         TrainLoader(make_config(set_101), alone())
 
 
-def test_nothing_is_left_behind(set_101: Path, own_tmpdir: Path) -> None:
+def test_shared_memory_that_is_full_is_named(set_101: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: Any, array: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with (
+        TrainLoader(make_config(set_101, num_workers=1), alone()) as loader,
+        pytest.raises(DataError, match=r"order_0\.npy: cannot write the order of an epoch, 404 bytes .*--shm-size"),
+    ):
+        next(loader)
+
+
+def test_nothing_is_left_behind(set_101: Path) -> None:
     environment = dict(os.environ)
     find_prefix = streaming_dataset.get_shm_prefix
     loader = TrainLoader(make_config(set_101, num_workers=1), alone())
@@ -282,5 +296,5 @@ def test_nothing_is_left_behind(set_101: Path, own_tmpdir: Path) -> None:
     assert segments(prefix)
     loader.close()
     loader.close()
-    assert not segments(prefix) and not folder_of(own_tmpdir, prefix).exists()
+    assert not segments(prefix) and not folder_of(prefix).exists()
     assert not multiprocessing.active_children()
