@@ -98,7 +98,7 @@ def check_with_scheduler(script: str) -> str | None:
     lines = (line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines())
     words = "; ".join(line for line in lines if line.strip())
     if done.returncode == 0:
-        return words
+        return re.sub(r"^Job \d+ ", "", words)  # the number of a job that will never be
     partitions = " ".join(_run("sinfo", "--noheader", "--format=%P").stdout.split()) or "unknown"
     raise ConfigError(f"SLURM refuses this job: {words} (from sbatch --test-only; partitions: {partitions})")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -63,6 +64,7 @@ class TrainJob:
         # submitit ignores TERM and requeues on USR2. Until training begins there is nothing to save: both end the task.
         for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
+        logging.getLogger("submitit").propagate = False  # it has handlers of its own
         os.environ.update(task_environment(os.environ, self.port))
         exit_code = self._train()
         if exit_code:

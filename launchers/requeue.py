@@ -9,13 +9,15 @@ import argparse
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launchers.ending import describe, is_worth_a_restart, read_ending, restart_count
 from pretrain.errors import STOPPED_EXIT_CODE
 
-SCONTROL_SEC = 60
+SCONTROL_SEC, SCONTROL_TRIES, SCONTROL_WAIT_SEC = 60, 5, 3
+"""A busy controller does not answer every call."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,10 +31,12 @@ def main(argv: Sequence[str]) -> int:
     exit_code = args.status if first is None else first.exit_code
     if exit_code == 0:
         return 0
-    who = "a task" if first is None else f"rank {first.rank} ({first.host})"
+    who = "a task" if first is None else f"rank {first.rank} ({first.host}), the first to report,"
     if exit_code == STOPPED_EXIT_CODE:
         who = "the run"
     _say(f"{who} {describe(exit_code)}")
+    if first is not None and args.status > 128 and is_worth_a_restart(exit_code):
+        _say("a task that was killed cannot report; srun's messages name it: 'task RANK: Killed'")
     reason = reason_to_stay_away(exit_code, restart_count(os.environ), args.max_requeues)
     if reason is None:
         reason = requeue(os.environ["SLURM_JOB_ID"])
@@ -68,7 +72,12 @@ def may_be_requeued(state: Mapping[str, str]) -> bool:
 
 
 def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["scontrol", *arguments], capture_output=True, text=True, timeout=SCONTROL_SEC)
+    for tries in range(SCONTROL_TRIES):
+        time.sleep(SCONTROL_WAIT_SEC if tries else 0)
+        done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True, timeout=SCONTROL_SEC)
+        if done.returncode == 0:
+            break
+    return done
 
 
 def _say(text: str) -> None:

@@ -233,9 +233,9 @@ def _report(args: argparse.Namespace, folder: Path, runs: list[Config], ids: lis
     job_id = ids[0].partition("_")[0]
     tasks = args.gpus_per_node or args.tasks_per_node
     kind = "GPUs" if args.gpus_per_node else "tasks"
-    _say(f"job {job_id}   {len(runs)} run{'s' * (len(runs) > 1)} of {args.nodes} nodes x {tasks} {kind}; {forecast}")
+    _say(f"job {job_id}: {len(runs)} run{'s' * (len(runs) > 1)} of {args.nodes} nodes x {tasks} {kind}, {forecast}")
     for own_id, cfg in zip(ids, runs, strict=True):
-        _say(f"run      {run_folder(cfg)}/log.txt; tasks: {folder}/{own_id}_RANK_log.out and .err")
+        _say(f"run      {run_folder(cfg)}/log.txt, tasks {folder}/{own_id}_RANK_log.out and .err")
     _say(f"script   {folder}/{job_id}_submission.sh")
     _say(f"state    squeue --job={job_id}")
     _say(f"cancel   scancel {job_id}   (the run saves first, and is not requeued)")

@@ -21,13 +21,14 @@ class Scontrol:
     """A program that answers `show job` with `state` and notes what else it is asked to do."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.state, self.requeue_exit_code = folder, RUNNING, 0
+        self.folder, self.state, self.failures = folder, RUNNING, 0
 
     def install(self) -> None:
         program = self.folder / "scontrol"
         program.write_text(
             f'#!/bin/sh\nif [ "$2" = show ]; then echo "{self.state}"; exit 0; fi\n'
-            f'echo "$@" >> {self.folder}/asked\necho "no such job" >&2\nexit {self.requeue_exit_code}\n'
+            f'echo "$@" >> {self.folder}/asked\n[ $(wc -l < {self.folder}/asked) -gt {self.failures} ] && exit 0\n'
+            'echo "no such job" >&2\nexit 1\n'
         )
         program.chmod(0o755)
 
@@ -40,6 +41,7 @@ class Scontrol:
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scontrol:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(requeue, "SCONTROL_WAIT_SEC", 0)
     monkeypatch.setenv("SLURM_JOB_ID", "9")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
@@ -91,7 +93,14 @@ def test_an_error_that_would_come_again_is_final(scontrol: Scontrol, capsys: pyt
     assert run(scontrol, 137) == 6
     said = capsys.readouterr().out
     assert scontrol.asked == [] and "not requeued: the next start would meet the same error" in said
-    assert f"rank 3 ({socket.gethostname()}) failed with exit code 6" in said
+    assert f"rank 3 ({socket.gethostname()}), the first to report, failed with exit code 6\n" in said
+
+
+def test_a_peer_of_a_killed_task_reports_first(scontrol: Scontrol, capsys: pytest.CaptureFixture[str]) -> None:
+    record(scontrol, 1)
+    assert run(scontrol, 137) == 1
+    said = capsys.readouterr().out
+    assert scontrol.asked == ["requeue 9"] and "failed with exit code 1" in said and "srun's messages name it" in said
 
 
 @pytest.mark.parametrize("restarts, max_requeues, reason", [(2, 2, "--requeue 2 is used up"), (0, 0, "not given")])
@@ -110,6 +119,12 @@ def test_the_bound_holds(
 
 
 def test_what_scontrol_refuses_is_said(scontrol: Scontrol, capsys: pytest.CaptureFixture[str]) -> None:
-    scontrol.requeue_exit_code = 1
+    scontrol.failures = requeue.SCONTROL_TRIES
     assert run(scontrol, 1) == 1
     assert "not requeued: scontrol requeue 9: no such job" in capsys.readouterr().out
+
+
+def test_a_controller_that_does_not_answer_at_once(scontrol: Scontrol, capsys: pytest.CaptureFixture[str]) -> None:
+    scontrol.failures = 2
+    assert run(scontrol, 1) == 1
+    assert scontrol.asked == ["requeue 9"] * 3 and "requeued (1 of 2)" in capsys.readouterr().out

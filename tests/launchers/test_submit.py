@@ -116,7 +116,7 @@ def test_a_run_is_submitted_as_it_was_checked(cluster: Cluster) -> None:
     cluster.config.write_text("model: {width: 1}")  # what happens to the file now does not matter
     cfg = load_config(config)
     assert (option, cfg.optimizer.lr, cfg.train.seed, cfg.run.name) == ("--config", 1e-3, 7, "first")
-    for words in ("job 81", "2 nodes x 8 GPUs", "Job 4 to start at noon", f"{folder}/81_RANK_log.out", "scancel 81"):
+    for words in ("job 81", "2 nodes x 8 GPUs", "to start at noon", f"{folder}/81_RANK_log.out", "scancel 81"):
         assert words in output
 
 
