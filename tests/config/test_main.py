@@ -67,7 +67,7 @@ def test_the_number_of_processes_comes_from_the_launcher() -> None:
     done = start("pretrain/main.py", "--config", "configs/tiny.yaml", WORLD_SIZE="3", RANK="2")
     assert done.returncode == 2
     assert done.stderr.startswith("error on rank 2 (")
-    assert "train.global_batch_size=32: expected a multiple of the 3 data-parallel ranks" in done.stderr
+    assert "train.global_batch_size=16: expected a multiple of the 3 data-parallel ranks" in done.stderr
     done = start("pretrain/main.py", "--config", "configs/tiny.yaml", WORLD_SIZE="x")
     assert done.returncode == 2 and "WORLD_SIZE='x'" in done.stderr
 
@@ -90,7 +90,7 @@ def test_the_folder_of_the_entry_file_does_not_hide_packages() -> None:
 
 
 def test_an_error_of_the_program_shows_its_traceback_and_ends_with_1(tmp_path: Path) -> None:
-    write_data_set(tmp_path / "data", row_tokens=129, vocab_size=8_192, max_id=8_191)
+    write_data_set(tmp_path / "data", row_tokens=129, vocab_size=4_096, max_id=4_095)
     program = (
         "import sys, types; build = types.ModuleType('build'); sys.modules['pretrain.train.build'] = build\n"
         "build.dry_run = None; build.run_training = lambda cfg, started_at: 1 / 0\n"
@@ -103,7 +103,7 @@ def test_an_error_of_the_program_shows_its_traceback_and_ends_with_1(tmp_path: P
 
 
 def test_the_exit_code_is_that_of_the_error(tmp_path: Path) -> None:
-    write_data_set(tmp_path / "data", row_tokens=129, vocab_size=8_192, max_id=8_191)
+    write_data_set(tmp_path / "data", row_tokens=129, vocab_size=4_096, max_id=4_095)
     program = (
         "import sys, types; build = types.ModuleType('build'); sys.modules['pretrain.train.build'] = build\n"
         "from pretrain.errors import DataError; from pretrain.main import main\n"

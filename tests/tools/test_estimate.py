@@ -33,7 +33,7 @@ def test_counts_follow_overrides(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpus", "3"], "train.global_batch_size=32"),
+        (["--gpus", "3"], "train.global_batch_size=16"),
         (["--gpus", "0"], "--gpus=0"),
         (["--mfu", "40"], "--mfu=40"),
         (["--peak-tflops", "0"], "--peak-tflops=0"),
