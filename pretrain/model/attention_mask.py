@@ -49,6 +49,8 @@ class Context(NamedTuple):
     boundaries: Tensor | None
     """Documents for variable-length attention (CUDA): int32 [documents + 1]."""
     row_ends: tuple[int, ...] = ()
+    per_row: bool = False
+    """Whether the tables above differ from row to row."""
 
     def rows(self, count: int) -> Context:
         """The context of the first `count` rows."""
@@ -61,7 +63,7 @@ class Context(NamedTuple):
             boundaries = boundaries[: self.row_ends[count] + 1]
         return Context(
             cut(self.cos), cut(self.sin), cut(self.full_mask), cut(self.window_mask), boundaries,
-            self.row_ends[: count + 1],
+            self.row_ends[: count + 1], self.per_row,
         )  # fmt: skip
 
 
@@ -130,18 +132,20 @@ def make_context(
     queries = torch.arange(past, past + length, device=device)
     if positions is None:
         positions = queries[None]
+    per_row = positions.shape[0] > 1 or document_ids is not None or key_valid is not None
     cos, sin = rope_tables(cfg, positions) if cfg.positions == "rope" else (None, None)
     windows = cfg.sliding_window is not None
     flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and past == 0 and key_valid is None
     if flash and document_ids is not None:
         segments = segments or Segments.of(document_ids)
-        return Context(cos, sin, None, None, segments.boundaries.to(device, non_blocking=True), segments.row_ends)
+        boundaries = segments.boundaries.to(device, non_blocking=True)
+        return Context(cos, sin, None, None, boundaries, segments.row_ends, per_row)
     keys = torch.arange(past + length, device=device)
     # One query against a cache sees every key: no mask is needed then either.
     plain = document_ids is None and key_valid is None and (past == 0 or length == 1)
     full = None if plain else _dense_mask(queries, keys, None, document_ids, key_valid)
     window = _dense_mask(queries, keys, cfg.sliding_window, document_ids, key_valid) if windows else None
-    return Context(cos, sin, full, window, None)
+    return Context(cos, sin, full, window, None, per_row=per_row)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, ctx: Context, window: int | None, dropout: float = 0.0) -> Tensor:

@@ -25,6 +25,7 @@ from pretrain.config.schema import LossConfig
 from pretrain.model.attention_mask import Context, Segments, make_context
 from pretrain.model.batch import Loops, MicroBatch
 from pretrain.model.cache import LoopCache
+from pretrain.model.compiled import CompiledStep
 from pretrain.model.injection import Drive, Injection
 from pretrain.model.layers import Layer, Linear, Part, RMSNorm, mark
 from pretrain.model.loss import HeadSettings, Totals, head_logits, token_losses
@@ -211,9 +212,9 @@ class LoopedLM(nn.Module):
         matrix: VocabularyMatrix = self.embedding if self.head is None else self.head
         return matrix
 
-    def compile_core(self) -> None:
-        """Compiles the step of one loop, with the loop outside: few graphs, whatever the loop counts."""
-        self._core_step = torch.compile(self.core_step)
+    def compile_core(self, **options: Any) -> None:
+        """Compiles the step of one loop, with the loop outside; `options` are torch.compile's."""
+        self._core_step = CompiledStep(self.core_step, **options)
 
     # --------------------------------------------------------------------------------------------------------- training
 
@@ -350,9 +351,8 @@ class LoopedLM(nn.Module):
         h = initial_state(self.cfg, e, None, positions[:, local]) if state is None else state.to(e.dtype)
         inputs = LoopInputs(self.injection.input(e), ctx, self.look_up_values("core", tokens))
         for t in range(num_loops):
-            first = torch.full((1, 1, 1), t == 0, device=h.device) if self.needs_first else None
-            step = self._core_step if cache is None else self.core_step
-            h = step(h, inputs, first, cache, t)
+            first = torch.full((h.shape[0], 1, 1), t == 0, device=h.device) if self.needs_first else None
+            h = self._core_step(h, inputs, first) if cache is None else self.core_step(h, inputs, first, cache, t)
             yield h, ctx
 
     @torch.no_grad()
