@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 from launchers.ending import restart_count, write_ending
@@ -61,9 +62,7 @@ class TrainJob:
 
     def __call__(self) -> None:
         """Trains; after anything but success the process ends here."""
-        # submitit ignores TERM and requeues on USR2. Until training begins there is nothing to save: both end the task.
-        for number in (signal.SIGTERM, signal.SIGCONT, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_DFL)
+        _reset_signals()
         logging.getLogger("submitit").propagate = False  # it has handlers of its own
         os.environ.update(task_environment(os.environ, self.port))
         exit_code = self._train()
@@ -79,6 +78,17 @@ class TrainJob:
             os.write(2, f"error on rank {os.environ['RANK']} ({socket.gethostname()}): {error}\n".encode())
             return error.exit_code
         return main(self.arguments)
+
+
+def _reset_signals() -> None:
+    """Until training begins a signal ends the task, for there is nothing to save; submitit ignores TERM and requeues on
+    USR2. SLURM signals every process of a task: that of multiprocessing which frees shared memory must live on.
+    """
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    resource_tracker.ensure_running()
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGCONT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def check_start(environment: Mapping[str, str], max_requeues: int, needs_gpu: bool) -> None:
