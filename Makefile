@@ -30,7 +30,7 @@ lint: $(STAMP)
 	$(BIN)/python -m mypy
 
 bench: $(STAMP)
-	$(BIN)/python -m tools.bench
+	$(BIN)/python -m tools.bench --set --out docs/benchmarks.md
 
 doctor: $(STAMP)
 	$(BIN)/python -m tools.doctor

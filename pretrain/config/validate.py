@@ -24,6 +24,7 @@ def validate(cfg: Config, world_size: int | None) -> None:
     _check_tensor(cfg)
     _check_pipeline(cfg)
     _check_zero(cfg)
+    _check_compile(cfg)
     _check_checkpoints(cfg)
     if world_size is not None:
         _check_batch(cfg.train, cfg.parallel.tensor, cfg.parallel.pipeline, world_size)
@@ -171,6 +172,11 @@ def _check_pipeline(cfg: Config) -> None:
         model.recurrence.granularity != "token", "model.recurrence.granularity", "token",
         f"sequence or batch, since parallel.pipeline={pipeline} moves whole rows from loop to loop",
     )  # fmt: skip
+    require(
+        cfg.train.activation_checkpointing != "every_k_loops", "train.activation_checkpointing", "every_k_loops",
+        f"loop, since parallel.pipeline={pipeline} cuts every loop at its ranks' borders, so that no group of loops is "
+        "ever on one rank; or layer or none",
+    )  # fmt: skip
 
 
 def _check_zero(cfg: Config) -> None:
@@ -183,6 +189,30 @@ def _check_zero(cfg: Config) -> None:
     require(
         not cfg.zero.overlap_comm or stage >= 2, "zero.overlap_comm", True,
         f"false, since zero.stage={stage} reduces gradients after backward; stages 2 and 3 overlap",
+    )  # fmt: skip
+
+
+def _check_compile(cfg: Config) -> None:
+    """The compiled step is one graph without breaks, with no room for hooks or collectives between its layers."""
+    if not cfg.train.compile:
+        return
+    parallel, stage = cfg.parallel, cfg.zero.stage
+    require(
+        parallel.tensor == 1, "train.compile", True,
+        f"false, since parallel.tensor={parallel.tensor} has collectives inside every layer; or parallel.tensor=1",
+    )  # fmt: skip
+    require(
+        parallel.pipeline == 1, "train.compile", True,
+        f"false, since parallel.pipeline={parallel.pipeline} passes the state on in the middle of a loop; or "
+        "parallel.pipeline=1",
+    )  # fmt: skip
+    require(
+        stage < 3, "train.compile", True,
+        f"false, since zero.stage={stage} gathers each module's parameters in hooks; or zero.stage=2",
+    )  # fmt: skip
+    require(
+        cfg.train.activation_checkpointing != "layer", "train.activation_checkpointing", "layer",
+        "loop, since train.compile=true compiles a whole loop as one graph; or every_k_loops or none",
     )  # fmt: skip
 
 

@@ -63,11 +63,23 @@ REFUSALS: list[tuple[str, int | None, tuple[str, ...]]] = [
     ("parallel.pipeline=2 model.dropout=0.1", None, ("model.dropout=0.1", "0, since parallel.pipeline=2")),
     ("parallel.pipeline=2 optimizer.name=muon", None, ("optimizer.name='muon'", "adamw", "parallel.pipeline=2")),
     ("parallel.pipeline=2 model.recurrence.granularity=token", None, ("granularity='token'", "sequence or batch")),
+    (
+        "parallel.pipeline=2 train.activation_checkpointing=every_k_loops", None,
+        ("activation_checkpointing='every_k_loops'", "loop, since parallel.pipeline=2"),
+    ),
     ("model.family=gpt parallel.pipeline=4", None, ("model.core_layers=2", "parallel.pipeline=4")),
     # ZeRO
     ("parallel.pipeline=2 zero.stage=2", None, ("zero.stage=2", "1, since parallel.pipeline=2", "parallel.pipeline=1")),
     ("parallel.pipeline=2 zero.stage=3", None, ("zero.stage=3", "1, since parallel.pipeline=2")),
     ("zero.overlap_comm=true", None, ("zero.overlap_comm=True", "zero.stage=1")),
+    # compilation
+    ("train.compile=true parallel.tensor=2", None, ("train.compile=True", "false, since parallel.tensor=2")),
+    ("train.compile=true parallel.pipeline=2", None, ("train.compile=True", "false, since parallel.pipeline=2")),
+    ("train.compile=true zero.stage=3", None, ("train.compile=True", "false, since zero.stage=3", "zero.stage=2")),
+    (
+        "train.compile=true train.activation_checkpointing=layer", None,
+        ("activation_checkpointing='layer'", "loop, since train.compile=true"),
+    ),
     # checkpoints
     ("checkpoint.keep_every_steps=1500", None, ("keep_every_steps=1500", "a multiple of checkpoint.every_steps=1000")),
     ("checkpoint.every_steps=null checkpoint.keep_every_steps=5", None, ("keep_every_steps=5", "at the end only")),
