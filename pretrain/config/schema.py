@@ -205,7 +205,7 @@ class TrainConfig:
     deterministic: bool = False
     """Refuse kernels whose result varies from run to run (slower on CUDA)."""
     compile: bool = False
-    """torch.compile of the layers, with the loop outside."""
+    """torch.compile of the core's step, with the loop outside; needs tensor = pipeline = 1 and zero.stage <= 2."""
     activation_checkpointing: Literal["none", "loop", "layer", "every_k_loops", "reentrant"] = "loop"
     """What is recomputed in backward (gradient loops): nothing; each loop; each layer; groups of
     `checkpoint_every_loops` loops. Only non-reentrant checkpointing is exact with looped weights; `reentrant` is
