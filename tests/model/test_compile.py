@@ -1,0 +1,113 @@
+"""The compiled step: as many graphs after many random depths as after a few, and the eager model's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.exc import FailOnRecompileLimitHit
+
+from pretrain.model.attention_mask import Segments
+from pretrain.model.batch import Loops, MicroBatch
+from pretrain.model.looped import LoopedLM
+from pretrain.sampling import DepthSampler
+from tests.model.helpers import make_batch, train_loss
+from tests.model.tiny import random_model, tiny_config
+
+ROWS, LENGTH = 6, 16
+
+
+class CountingBackend:
+    """torch.compile's aot_eager, counting the graphs that it is given."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        return aot_eager(graph, inputs)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def rows_of_tokens(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(29, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def with_documents(batch: MicroBatch) -> MicroBatch:
+    """The batch with a document border in every row, at another place in each."""
+    places = torch.arange(LENGTH)
+    borders = torch.arange(len(batch.rows))[:, None] + 3
+    ids = (places >= borders).long()
+    return batch._replace(document_ids=ids, positions=places - ids * borders, segments=Segments.of(ids))
+
+
+def compiled_copy(model: LoopedLM) -> tuple[LoopedLM, CountingBackend]:
+    backend = CountingBackend()
+    copy = LoopedLM(model.cfg).eval()
+    copy.load_state_dict(model.state_dict())
+    copy.compile_core(backend=backend)
+    return copy, backend
+
+
+def assert_equal_training(eager: LoopedLM, compiled: LoopedLM, batch: MicroBatch, loops: Loops) -> None:
+    expected, actual = train_loss(eager, batch, loops), train_loss(compiled, batch, loops)
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-5, atol=1e-5)
+    for (name, one), other in zip(eager.named_parameters(), compiled.parameters(), strict=True):
+        scale = float(one.grad.abs().max()) + 1e-3
+        torch.testing.assert_close(other.grad / scale, one.grad / scale, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "documents"),
+    [("parcae", False), ("parcae", True), ("flt", False), ("parcae_flt", False), ("rdm", False)],
+)  # fmt: skip
+def test_two_graphs_for_all_depths(family: str, documents: bool) -> None:
+    eager = random_model(tiny_config(family, {"mean_loops": 4.0, "backprop_loops": 3}, core_layers=1))
+    compiled, backend = compiled_copy(eager)
+    sampler = DepthSampler.from_config(eager.cfg.recurrence, seed=5, global_batch_size=ROWS)
+    graphs = []
+    for step in range(30):
+        depths = sampler.draw(step)
+        batch, loops, _ = make_batch(*rows_of_tokens(step), depths.no_grad_loops, depths.grad_loops)
+        batch = with_documents(batch) if documents else batch
+        if step < 3:
+            assert_equal_training(eager, compiled, batch, loops)
+        else:
+            train_loss(compiled, batch, loops)
+        graphs.append(backend.graphs)
+    assert graphs[2] == graphs[-1] == 2, graphs
+    # Evaluation has no graph of its own, also with one row.
+    marks = {"document_ids": batch.document_ids[-1:], "positions": batch.positions[-1:]} if documents else {}
+    actual, expected = (model.logits(batch.tokens[-1:], 6, **marks) for model in (compiled, eager))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert backend.graphs == 2
+
+
+@pytest.mark.parametrize("policy", ["loop", "every_k_loops"])
+def test_checkpointing_keeps_graphs_and_gradients(policy: str) -> None:
+    eager = random_model(tiny_config("parcae_flt", {"mean_loops": 4.0}, core_layers=1))
+    compiled, backend = compiled_copy(eager)
+    compiled.checkpointing, compiled.loops_per_checkpoint = policy, 2
+    batch, loops, _ = make_batch(*rows_of_tokens(1), [0, 0, 0, 1, 3, 2], [1, 2, 3, 4, 4, 4])
+    assert_equal_training(eager, compiled, batch, loops)
+    assert backend.graphs == 2
+
+
+def test_recompilation_limit_is_an_error() -> None:
+    """Sequences of other lengths need graphs of their own; past the limit nothing runs uncompiled."""
+    model = random_model(tiny_config("parcae", core_layers=1))
+    model.compile_core(backend=CountingBackend(), dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(FailOnRecompileLimitHit):
+        for length in range(4, 9):
+            model.logits(torch.zeros(2, length, dtype=torch.int64), 2)
