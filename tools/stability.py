@@ -208,10 +208,10 @@ def plot(records: list[Record], folder: Path) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="peak learning rate", ylabel="training loss, last 20 steps", xscale="log")
     for index, variant in enumerate(VARIANTS):
-        own = [r for r in records if r.variant == variant and r.last_loss is not None]
-        axes.plot([r.lr for r in own], [r.last_loss for r in own], color=f"C{index}", marker="o", label=variant)
-        bad = [r for r in own if r.outcome == "diverged"]
-        axes.plot([r.lr for r in bad], [r.last_loss for r in bad], "x", color="black", markersize=10)
+        own = [(r, r.last_loss) for r in records if r.variant == variant and r.last_loss is not None]
+        axes.plot([r.lr for r, _ in own], [loss for _, loss in own], color=f"C{index}", marker="o", label=variant)
+        bad = [(r.lr, loss) for r, loss in own if r.outcome == "diverged"]
+        axes.plot([lr for lr, _ in bad], [loss for _, loss in bad], "x", color="black", markersize=10)
     axes.set_title("x: diverged")
     axes.legend()
     figure.savefig(folder / "stability_loss.png", dpi=100)

@@ -9,7 +9,7 @@ is one graph with gradient and one without, whatever the loop counts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pretrain.model.looped import LoopInputs
 
 _ROW_TABLES = ("cos", "sin", "full_mask", "window_mask")
+
+Maybe = TypeVar("Maybe", Tensor, Tensor | None)
 
 
 class CompiledStep:
@@ -49,15 +51,15 @@ class CompiledStep:
         return self._step(_rows(h), uniform, _rows(first))
 
 
-def _as_used(x: Tensor | None) -> Tensor | None:
+def _as_used(x: Maybe) -> Maybe:
     """x without the mark of a gradient where none is recorded."""
     return x if x is None or torch.is_grad_enabled() else x.detach()
 
 
-def _rows(x: Tensor | None) -> Tensor | None:
+def _rows(x: Maybe) -> Maybe:
     """x [b, ...] contiguous, with its number of rows hidden from tracing."""
     if x is None:
-        return None
+        return x
     x = _as_used(x).contiguous()
     mark_unbacked(x, 0, shape_id="rows")
     return x
