@@ -1,0 +1,125 @@
+"""On a real SLURM of 2 nodes: a job to its end, and the same job preempted, out of time, and with a task killed.
+
+The interrupted job must leave the trace of the uninterrupted one. The tests that share a job interrupt it in turn.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from launchers.hosts import expand_hosts
+from tests.slurm.cluster import PrivateSlurm
+from tests.slurm.jobs import Job, launch, submit
+
+pytestmark = pytest.mark.slurm
+
+WORLD = ("--nodes", "2", "--tasks-per-node", "2")
+STOPPED = "stopped on request, after a save"
+
+
+def start(slurm: PrivateSlurm, config: Path, runs: Path, name: str, *arguments: str) -> Job:
+    """A job on 2 nodes x 2 tasks."""
+    job_id = submit(slurm, config, *WORLD, *arguments, f"run.dir={runs}", f"run.name={name}")
+    return Job(slurm, job_id, runs / name, runs / name / "slurm")
+
+
+@pytest.fixture(scope="module")
+def interrupted(slurm: PrivateSlurm, config: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job that may be requeued three times."""
+    return start(slurm, config, tmp_path_factory.mktemp("runs"), "interrupted", "--requeue", "3", "--stop-sec", "45")
+
+
+def test_preempted_and_requeued(slurm: PrivateSlurm, interrupted: Job) -> None:
+    """SLURM sends TERM only, also to the loader's processes, and gives 5 minutes here."""
+    interrupted.wait_for_training()
+    interrupted.freeze()
+    slurm.run("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+    interrupted.wait_for_requeue(restarts=1)
+    saved = interrupted.steps
+    assert (interrupted.folder / f"checkpoints/step_{saved:08d}").is_dir()
+    assert f"the run {STOPPED}" in interrupted.words and "requeued (1 of 3)" in interrupted.words
+    assert "SIGTERM received" in interrupted.words
+
+
+def test_out_of_time_and_requeued(slurm: PrivateSlurm, interrupted: Job) -> None:
+    restarts = int(interrupted.state["Restarts"])
+    interrupted.wait_for_training(restarts)
+    interrupted.freeze()
+    # An end within --stop-sec: SLURM sends USR2 at once.
+    slurm.run("scontrol", "update", f"JobId={interrupted.job_id}", f"EndTime={in_seconds(40)}")
+    time.sleep(2)
+    interrupted.thaw()
+    interrupted.wait_for_requeue(restarts + 1)
+    slurm.run("scontrol", "update", f"JobId={interrupted.job_id}", "TimeLimit=UNLIMITED")
+    assert "SIGUSR2 received" in interrupted.words and f"requeued ({restarts + 1} of 3)" in interrupted.words
+
+
+def test_a_killed_task_ends_the_start_within_two_minutes(interrupted: Job) -> None:
+    """The job goes back into the queue and resumes from the last checkpoint."""
+    restarts = int(interrupted.state["Restarts"])
+    interrupted.wait_for_training(restarts)
+    os.kill(interrupted.main_process(rank=3), signal.SIGKILL)
+    assert interrupted.wait_for_requeue(restarts + 1) < 120
+    assert "srun: error: n1: task 3: Killed" in interrupted.words
+    assert f"requeued ({restarts + 1} of 3)" in interrupted.words
+
+
+def test_the_interrupted_job_leaves_the_same_trace(slurm: PrivateSlurm, interrupted: Job, config: Path) -> None:
+    straight = start(slurm, config, interrupted.folder.parent, "straight")
+    straight.wait_for("COMPLETED")
+    interrupted.wait_for("COMPLETED")
+    assert len(straight.rows) == 400 + 8
+    assert interrupted.rows == straight.rows
+    assert straight.state["Requeue"] == "0" and straight.state["ExitCode"] == "0:0"
+
+
+def test_a_sweep_as_an_array_and_the_cancellation_of_one_run(slurm: PrivateSlurm, config: Path, tmp_path: Path) -> None:
+    sweep = tmp_path / "lr.yaml"
+    sweep.write_text("- [optimizer.lr=1e-3]\n- [optimizer.lr=2e-3]\n- [optimizer.lr=4e-3, train.max_steps=100000]\n")
+    arguments = ("--nodes", "2", "--tasks-per-node", "1", "--array", str(sweep), "--requeue", "3")
+    array = submit(slurm, config, *arguments, f"run.dir={tmp_path}", "run.name=s", "train.max_steps=50")
+    jobs = [Job(slurm, f"{array}_{i}", tmp_path / f"s-{i}", tmp_path / "lr_slurm") for i in range(3)]
+    jobs[2].wait_for_training()
+    slurm.run("scancel", jobs[2].job_id)
+    jobs[2].wait_for("CANCELLED")
+    assert (jobs[2].folder / f"checkpoints/step_{jobs[2].steps:08d}").is_dir()
+    assert "SIGTERM received" in jobs[2].words
+    for job in jobs[:2]:
+        job.wait_for("COMPLETED")
+    assert [job.rows[0]["lr"] for job in jobs] == [1e-3, 2e-3, 4e-3]
+    assert [job.steps for job in jobs[:2]] == [50, 50]
+    time.sleep(3)  # a requeue, were there one, would show by now
+    assert (jobs[2].state["JobState"], jobs[2].state["Restarts"]) == ("CANCELLED", "0")
+
+
+@pytest.mark.parametrize(
+    "option, value, words",
+    [
+        ("--partition", "nope", "invalid partition specified: nope"),
+        ("--sbatch", "constraint=h100", "Invalid feature specification"),
+        ("--nodes", "3", "Requested node configuration is not available"),
+    ],
+)
+def test_refused_in_the_schedulers_words(
+    slurm: PrivateSlurm, config: Path, tmp_path: Path, option: str, value: str, words: str
+) -> None:
+    arguments = (*WORLD, option, value, f"run.dir={tmp_path}", "train.global_batch_size=24", "train.micro_batch_size=2")
+    done = launch(slurm, config, *arguments)
+    assert done.returncode == 2 and words in done.stderr and "main* high" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert slurm.run("squeue", "--noheader") == ""
+
+
+@pytest.mark.parametrize("names", ["gpu7", "linux[1,2]", "n[08-11]", "rack[1-2]n[098-100,7],x", "a,b-1"])
+def test_node_lists_as_scontrol_reads_them(slurm: PrivateSlurm, names: str) -> None:
+    assert expand_hosts(names) == slurm.run("scontrol", "show", "hostnames", names).split()
+
+
+def in_seconds(seconds: int) -> str:
+    """A time of today as scontrol takes it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + seconds))
