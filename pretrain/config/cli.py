@@ -15,8 +15,7 @@ examples:
   deepspeed --num_gpus 2 pretrain/main.py --config configs/tiny.yaml zero.stage=2
   torchrun --nproc_per_node 8 pretrain/main.py --config configs/parcae_140m.yaml --optimizer.lr=4e-3
 
-exit codes: 0 done, 85 stopped early and saved (start it again to go on), 2 configuration, 3 data, 4 checkpoint,
-5 distributed, 6 training, 1 anything else
+exit codes: 0 done, 2 configuration, 3 data, 4 checkpoint, 5 distributed, 6 training, 85 stopped on request and saved,
 1 anything else
 All keys: docs/configuration.md
 """
