@@ -111,7 +111,8 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     model = {"vocab_size": 270, "context_length": 32, "width": 32, "num_heads": 2, "ffn_width": 32}
     return [
         f"data.path={folder / 'data'}", "data.num_workers=0", f"run.dir={folder / 'runs'}", "train.max_steps=3",
-        "train.global_batch_size=8", "validation.rows=20", "validation.every_steps=2", "logging.wandb=disabled",
+        "schedule.warmup_steps=0", "train.global_batch_size=8", "validation.rows=20", "validation.every_steps=2",
+        "logging.wandb=disabled",
         *(f"model.{key}={value}" for key, value in model.items()),
     ]  # fmt: skip
 
