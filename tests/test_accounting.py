@@ -172,10 +172,14 @@ def test_hardware_flops_are_those_that_torch_counts(family: Family, policy: str,
     assert counted > model_flops(cfg.model, work, halve_attention=False)
 
 
-def test_fused_head_is_not_recomputed() -> None:
-    cfg = config(small("parcae"), activation_checkpointing="none")
+def test_fused_head_of_fp32_is_not_recomputed() -> None:
+    fused, chunked = (
+        config(small("parcae"), activation_checkpointing="none", precision=precision)
+        for precision in ("fp32", "bf16")
+    )
     work = StepWork.of([0], [2], "terminal")
-    assert hardware_flops(cfg, work) == model_flops(cfg.model, work)
+    assert hardware_flops(fused, work) == model_flops(fused.model, work)
+    assert hardware_flops(chunked, work) > model_flops(chunked.model, work)
 
 
 def test_a_pipeline_encodes_once_more_where_loops_run_without_gradient() -> None:
