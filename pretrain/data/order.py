@@ -45,7 +45,9 @@ def shared_order(folder: Path, epoch: int, make: Callable[[], NDArray[np.int64]]
                 if abs(int(other.stem.removeprefix("order_")) - epoch) > 1:
                     other.unlink()
             _write(path, make())
-    return np.load(path, mmap_mode="r")
+        # Mapped before the lock is given up: a process that is epochs ahead may remove the file.
+        mapped: NDArray[np.uint32 | np.int64] = np.load(path, mmap_mode="r")
+    return mapped
 
 
 def _write(path: Path, order: NDArray[np.int64]) -> None:
