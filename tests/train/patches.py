@@ -13,7 +13,7 @@ from pretrain.train.signals import StopSignals
 from pretrain.train.step import StepReport, StepRunner
 
 
-def _before_step(step: int, action: Callable[[], None], rank: int = 0) -> None:
+def before_step(step: int, action: Callable[[], None], rank: int = 0) -> None:
     """Calls `action` on `rank` where it begins the step, counted from 1."""
     original = StepRunner.run
 
@@ -31,12 +31,12 @@ def _fail() -> None:
 
 def fail_in_step_6() -> None:
     """On rank 0."""
-    _before_step(6, _fail)
+    before_step(6, _fail)
 
 
 def fail_in_step_3_on_the_last_rank() -> None:
     """While the others go on to the step's collectives."""
-    _before_step(3, _fail, rank=int(os.environ.get("WORLD_SIZE", "1")) - 1)
+    before_step(3, _fail, rank=int(os.environ.get("WORLD_SIZE", "1")) - 1)
 
 
 def stop_after_step_3_on_rank_1() -> None:
@@ -57,7 +57,7 @@ def require_deterministic() -> None:
     def check() -> None:
         assert torch.are_deterministic_algorithms_enabled()
 
-    _before_step(1, check)
+    before_step(1, check)
 
 
 def wandb_absent() -> None:

@@ -48,7 +48,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes] | None] = {
 }
 
 
-def _damage(path: Path, damage: Callable[[bytes], bytes] | None) -> None:
+def damage(path: Path, damage: Callable[[bytes], bytes] | None) -> None:
     if damage is None:
         path.unlink()
     else:
@@ -70,7 +70,7 @@ def test_damage_falls_back_to_the_one_before_and_names_the_file(
     good = path.read_bytes()
     for damage in DAMAGES.values():
         caplog.clear()
-        _damage(path, damage)
+        damage(path, damage)
         assert_holds(_find(tmp_path), 10)
         (skipped, latest) = caplog.messages
         assert skipped.startswith(f"skipping checkpoint {path.parent}: ")
@@ -86,7 +86,7 @@ def test_damage_falls_back_to_the_one_before_and_names_the_file(
 def test_with_none_left_it_is_an_error_and_never_step_0(tmp_path: Path, name: str) -> None:
     save(tmp_path, 10)
     path = step_folder(checkpoints_folder(tmp_path), 10) / name
-    _damage(path, DAMAGES["middle byte"])
+    damage(path, DAMAGES["middle byte"])
     with pytest.raises(CheckpointError, match="will not start over") as error:
         _find(tmp_path)
     assert str(path) in str(error.value)
