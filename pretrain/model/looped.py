@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,6 +33,9 @@ from pretrain.model.loss import HeadSettings, Totals, head_logits, token_losses
 from pretrain.model.objective import LossOutput, Objective
 from pretrain.model.ops import TensorOps
 from pretrain.model.state import StateKey, initial_state
+
+Edit = Callable[[int, Tensor, Tensor], Tensor]
+"""(loop from 1, state before it, state after it) -> the state to go on with."""
 
 
 @dataclass(frozen=True)
@@ -337,8 +341,12 @@ class LoopedLM(nn.Module):
         key_valid: Tensor | None = None,
         state: Tensor | None = None,
         cache: LoopCache | None = None,
+        edit: Edit | None = None,
     ) -> Iterator[tuple[Tensor, Context]]:
-        """Yields (h_t [B, s, d_h], context) for t = 1..num_loops; deterministic, each row on its own."""
+        """Yields (h_t [B, s, d_h], context) for t = 1..num_loops; deterministic, each row on its own.
+
+        `edit(t, h_{t-1}, h_t)` is what takes the place of h_t, for this loop's readout and for the next loop.
+        """
         length, past = tokens.shape[1], 0 if cache is None else cache.length
         places = torch.arange(past, past + length, device=tokens.device)[None]
         positions = places if positions is None else positions
@@ -352,7 +360,9 @@ class LoopedLM(nn.Module):
         inputs = LoopInputs(self.injection.input(e), ctx, self.look_up_values("core", tokens))
         for t in range(num_loops):
             first = torch.full((h.shape[0], 1, 1), t == 0, device=h.device) if self.needs_first else None
+            before = h
             h = self._core_step(h, inputs, first) if cache is None else self.core_step(h, inputs, first, cache, t)
+            h = h if edit is None else edit(t + 1, before, h)
             yield h, ctx
 
     @torch.no_grad()
@@ -366,7 +376,10 @@ class LoopedLM(nn.Module):
 
     def readout_logits(self, y: Tensor) -> Tensor:
         """Decoded states [B, s, D] -> fp32 logits over the whole vocabulary [B, S, vocab_size]."""
-        y = self.ops.enter(y)
+        return self._whole_logits(self.ops.enter(y))
+
+    def _whole_logits(self, y: Tensor) -> Tensor:
+        """fp32 [..., D] -> [..., vocab_size], the same on all tensor-parallel ranks."""
         logits = self.vocabulary_head(head_logits, y, self.head_settings(), self.ops)
         return self.ops.gather_vocab(logits)[..., : self.cfg.vocab_size]
 
@@ -376,14 +389,23 @@ class LoopedLM(nn.Module):
 
         tokens, labels [B, S]; labels below 0 give 0. Readouts add only C, coda and head.
         """
-        wanted = {t: i for i, t in enumerate(num_loops)}
-        out = torch.zeros(len(num_loops), *labels.shape, device=tokens.device)
+        return self._at_loops(self.readout_losses, tokens, labels, num_loops, **kwargs)
+
+    @torch.no_grad()
+    def loop_scores(self, tokens: Tensor, labels: Tensor, num_loops: Sequence[int], **kwargs: Any) -> Tensor:
+        """`loop_losses`, and 1 where the label is the most likely token: fp32 [len(num_loops), 2, B, S]."""
+        return self._at_loops(self.readout_scores, tokens, labels, num_loops, **kwargs)
+
+    def _at_loops(
+        self, readout: Callable[..., Tensor], tokens: Tensor, labels: Tensor, num_loops: Sequence[int], **kwargs: Any
+    ) -> Tensor:
+        """`readout` of the states after each of `num_loops`, stacked."""
         values = self.look_up_values("coda", tokens)
+        found = {}
         for t, (h, ctx) in enumerate(self.states(tokens, max(num_loops), **kwargs), start=1):
-            if t not in wanted:
-                continue
-            out[wanted[t]] = self.readout_losses(h, ctx, values, labels)
-        return out
+            if t in num_loops:
+                found[t] = readout(h, ctx, values, labels)
+        return torch.stack([found[t] for t in num_loops])
 
     def readout_losses(self, h: Tensor, ctx: Context, values: Sequence[Tensor | None], labels: Tensor) -> Tensor:
         """Cross entropy of each token by the readout of a state h [B, s, d_h]: fp32 [B, S]."""
@@ -392,3 +414,16 @@ class LoopedLM(nn.Module):
         chunks = zip(y.split(chunk), labels.flatten().split(chunk), strict=True)
         losses = [self.vocabulary_head(token_losses, c, label, settings, self.ops)[0] for c, label in chunks]
         return torch.cat(losses).view(labels.shape)
+
+    def readout_scores(self, h: Tensor, ctx: Context, values: Sequence[Tensor | None], labels: Tensor) -> Tensor:
+        """(cross entropy, label is the most likely token) of each token: fp32 [2, B, S], 0 where labels are below 0.
+
+        Only labelled tokens pass the head, in one call whose logits are whole: for few labels in long rows.
+        """
+        y = self.ops.enter(self.decode(h, ctx, values))
+        logits = self._whole_logits(y[labels >= 0])
+        wanted = labels[labels >= 0]
+        scores = torch.zeros(2, *labels.shape, device=labels.device)
+        scores[0, labels >= 0] = F.cross_entropy(logits, wanted, reduction="none").float()
+        scores[1, labels >= 0] = (logits.argmax(-1) == wanted).float()
+        return scores
