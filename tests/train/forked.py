@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import multiprocessing
+import math
+import multiprocessing.forkserver
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ from pretrain.train.metrics import read_metrics
 from tests.helpers import free_port
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled"}
+_PRELOAD = f"{__package__}.preload"
 _server = multiprocessing.get_context("forkserver")
 
 
@@ -47,12 +49,12 @@ class Run:
 
 def train(
     config: Path, folder: Path, *overrides: str, world: int = 1, patch: str | None = None, timeout_sec: float = 300.0,
-    **environment: str,
+    last_sec: float = 1.0, **environment: str,
 ) -> Run:  # fmt: skip
     """A finished run of `config` with `overrides` in `folder`, by `world` processes; it may have failed.
 
-    `patch` ("module:function") is called in every process before it starts. After one rank's failure the others get a
-    second to end by themselves, and are then killed, as a launcher does.
+    `patch` ("module:function") is called in every process before it starts; it finds `environment`. After one rank's
+    failure the others get `last_sec` to end by themselves, and are then killed, as a launcher does.
     """
     logs = folder.with_name(folder.name + ".logs")
     logs.mkdir(parents=True, exist_ok=True)
@@ -67,7 +69,7 @@ def train(
         process.start()
         processes.append(process)
     try:
-        _wait(processes, timeout_sec)
+        _wait(processes, timeout_sec, last_sec)
     finally:
         for process in processes:
             process.kill()
@@ -78,8 +80,15 @@ def train(
 
 
 def _start_server() -> None:
-    """Starts the fork server, once; it keeps the environment that it starts with."""
-    _server.set_forkserver_preload([f"{__package__}.preload"])
+    """Starts the fork server, once; it keeps the environment that it starts with.
+
+    A process has one, and data preparation uses it too: a server that an earlier test of that has left is ended, since
+    it has none of a run's imports.
+    """
+    server: Any = multiprocessing.forkserver._forkserver
+    if _PRELOAD not in server._preload_modules:
+        server._stop()
+    _server.set_forkserver_preload([_PRELOAD])
     before = dict(os.environ)
     try:
         os.environ.update(_ENVIRONMENT)
@@ -89,14 +98,14 @@ def _start_server() -> None:
         os.environ.update(before)
 
 
-def _wait(processes: list[Any], timeout_sec: float) -> None:
+def _wait(processes: list[Any], timeout_sec: float, last_sec: float) -> None:
     deadline = time.monotonic() + timeout_sec
     while time.monotonic() < deadline:
         codes = [process.exitcode for process in processes]
         if None not in codes:
             return
         if any(codes):
-            deadline = min(deadline, time.monotonic() + 1.0)
+            deadline, last_sec = min(deadline, time.monotonic() + last_sec), math.inf
         time.sleep(0.02)
 
 
@@ -110,7 +119,9 @@ def _rank(arguments: list[str], environment: dict[str, str], output: str, patch:
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     from pretrain.main import leave, main
+    from pretrain.messages import set_up_console
 
+    set_up_console()  # before a patch imports libraries that have something to say
     if patch is not None:
         module, function = patch.split(":")
         getattr(importlib.import_module(module), function)()

@@ -9,7 +9,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 if __name__ == "__main__":
     from pretrain.main import leave, main
+    from pretrain.messages import set_up_console
 
+    set_up_console()  # before the patch imports libraries that have something to say
     if patch := os.environ.get("PATCH"):
         module, function = patch.split(":")
         getattr(importlib.import_module(module), function)()
