@@ -1,0 +1,187 @@
+"""Settings of the looped language model (config.json). One model serves every family; see modeling_looped.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+
+class LoopedConfig(PretrainedConfig):
+    """Sizes and settings of one looped model.
+
+    Sizes (d, layers P/R/C before, in and after the loop):
+        vocab_size, context_length, width (d), num_heads, num_kv_heads, head_dim, ffn_width, prelude_layers (P),
+        core_layers (R), coda_layers (C); core_width, core_num_heads, core_num_kv_heads, core_ffn_width of the core.
+    Layers:
+        block               pre: x += f(Norm(x)); sandwich: x = Norm(x + f(Norm(x)))
+        norm_eps, norm_weight, mlp (relu2 | swiglu), relu2_scale, dropout
+        positions           rope | learned; rope_base, rope_layout (interleaved | half), rope_direction (forward |
+                            backward), rope_table (fp32 | bf16)
+        qk_norm, qk_norm_eps, qk_bias
+        value_embeddings    gated, in every second layer of prelude, core, coda, the last one included; the gate reads
+                            value_gate_channels
+        sliding_window      keys seen by the layers marked S in window_pattern (tiled); the last layer sees all
+    Embedding and head:
+        tie_word_embeddings, scale_embeddings (by sqrt(d)), logit_softcap, norm_before_coda
+    Loop:
+        injection           none: u = h; input: u = Norm(e + h); restart: u = e; diagonal: u = Abar h + Bbar e;
+                            concat: u = W [h; e]; add: u = h + e
+        discretization      of the diagonal injection: euler | zoh
+        feedback            of h_{t-1} into the layers from loop 2 on: none | attention (queries of every core layer) |
+                            attention_first (of the first) | residual (x = Norm(x + h) before every layer)
+        prelude_norm, interloop_norm, output_projection (C)
+        state_init          h_0: like_init | input | zero | normal | embed | unit; state_seed, state_std (of like_init)
+        readout             norm: head(Norm(y)); raw: head(y); final_norm: head(Norm(y)) at the last loop
+    Use:
+        num_loops           T when a call does not say
+        exit_rule, exit_threshold   when a call does not say (none: all T loops)
+        cache_mode          full: keys and values of every loop; last: of the last loop alone
+    training: what further training needs and a forward does not; read by convert_from_hf.
+    """
+
+    model_type = "looped"
+    attribute_map = {  # noqa: RUF012 - transformers reads it from the class
+        "hidden_size": "width",
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_kv_heads",
+        "intermediate_size": "ffn_width",
+        "max_position_embeddings": "context_length",
+    }
+
+    def __init__(
+        self,
+        family: str = "parcae",
+        vocab_size: int = 32_768,
+        context_length: int = 2_048,
+        width: int = 768,
+        num_heads: int = 6,
+        num_kv_heads: int = 6,
+        head_dim: int = 128,
+        ffn_width: int = 3_072,
+        prelude_layers: int = 2,
+        core_layers: int = 2,
+        coda_layers: int = 2,
+        core_width: int = 768,
+        core_num_heads: int = 6,
+        core_num_kv_heads: int = 6,
+        core_ffn_width: int = 3_072,
+        block: str = "pre",
+        norm_eps: float = 1e-5,
+        norm_weight: bool = True,
+        mlp: str = "relu2",
+        relu2_scale: float = 0.5,
+        dropout: float = 0.0,
+        positions: str = "rope",
+        rope_base: float = 50_000.0,
+        rope_layout: str = "interleaved",
+        rope_direction: str = "forward",
+        rope_table: str = "fp32",
+        qk_norm: bool = True,
+        qk_norm_eps: float = 2.0**-23,
+        qk_bias: bool = False,
+        value_embeddings: bool = True,
+        value_gate_channels: int = 32,
+        sliding_window: int | None = None,
+        window_pattern: str = "S",
+        scale_embeddings: bool = False,
+        logit_softcap: float | None = None,
+        norm_before_coda: bool = False,
+        injection: str = "diagonal",
+        discretization: str = "euler",
+        feedback: str = "none",
+        prelude_norm: bool = True,
+        interloop_norm: bool = False,
+        output_projection: bool = True,
+        state_init: str = "like_init",
+        state_seed: int = 0,
+        state_std: float = 1.0,
+        readout: str = "norm",
+        num_loops: int = 8,
+        exit_rule: str = "none",
+        exit_threshold: float | None = None,
+        cache_mode: str = "full",
+        tie_word_embeddings: bool = True,
+        training: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.family = family
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.width = width
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.ffn_width = ffn_width
+        self.prelude_layers = prelude_layers
+        self.core_layers = core_layers
+        self.coda_layers = coda_layers
+        self.core_width = core_width
+        self.core_num_heads = core_num_heads
+        self.core_num_kv_heads = core_num_kv_heads
+        self.core_ffn_width = core_ffn_width
+        self.block = block
+        self.norm_eps = norm_eps
+        self.norm_weight = norm_weight
+        self.mlp = mlp
+        self.relu2_scale = relu2_scale
+        self.dropout = dropout
+        self.positions = positions
+        self.rope_base = rope_base
+        self.rope_layout = rope_layout
+        self.rope_direction = rope_direction
+        self.rope_table = rope_table
+        self.qk_norm = qk_norm
+        self.qk_norm_eps = qk_norm_eps
+        self.qk_bias = qk_bias
+        self.value_embeddings = value_embeddings
+        self.value_gate_channels = value_gate_channels
+        self.sliding_window = sliding_window
+        self.window_pattern = window_pattern
+        self.scale_embeddings = scale_embeddings
+        self.logit_softcap = logit_softcap
+        self.norm_before_coda = norm_before_coda
+        self.injection = injection
+        self.discretization = discretization
+        self.feedback = feedback
+        self.prelude_norm = prelude_norm
+        self.interloop_norm = interloop_norm
+        self.output_projection = output_projection
+        self.state_init = state_init
+        self.state_seed = state_seed
+        self.state_std = state_std
+        self.readout = readout
+        self.num_loops = num_loops
+        self.exit_rule = exit_rule
+        self.exit_threshold = exit_threshold
+        self.cache_mode = cache_mode
+        self.training = training or {}
+        # A cache of every loop is large; only generation, which asks for it, is to pay for it.
+        kwargs.setdefault("use_cache", False)
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """P + R + C, each layer counted once."""
+        return self.prelude_layers + self.core_layers + self.coda_layers
+
+    def sizes_of(self, part: str) -> tuple[int, int, int, int]:
+        """(width, query heads, key/value heads, MLP width) of a layer of prelude, core or coda."""
+        if part == "core":
+            return self.core_width, self.core_num_heads, self.core_num_kv_heads, self.core_ffn_width
+        return self.width, self.num_heads, self.num_kv_heads, self.ffn_width
+
+    def layer_index(self, part: str, index: int) -> int:
+        """Position of a layer in the sequence prelude, core, coda."""
+        return index + {"prelude": 0, "core": self.prelude_layers, "coda": self.prelude_layers + self.core_layers}[part]
+
+    def has_value_embedding(self, part: str, index: int) -> bool:
+        """Every second layer, counted so that the last one has it."""
+        return self.value_embeddings and (self.num_hidden_layers - 1 - self.layer_index(part, index)) % 2 == 0
+
+    def window_of(self, part: str, index: int) -> int | None:
+        """Sliding window of a layer in tokens, None for full causal attention."""
+        layer = self.layer_index(part, index)
+        if self.sliding_window is None or layer == self.num_hidden_layers - 1:
+            return None
+        return self.sliding_window if self.window_pattern[layer % len(self.window_pattern)] == "S" else None
