@@ -60,6 +60,19 @@ def parameter_table(cfg: ModelConfig) -> dict[str, Parameter]:
         table |= _norm(cfg, "final_norm", width)
     if not cfg.tie_embeddings:
         table["head.weight"] = Parameter((vocab, width), "product", 0)
+    return table | {f"auxiliary.{name}": p for name, p in _auxiliary(cfg).items()}
+
+
+def _auxiliary(cfg: ModelConfig) -> dict[str, Parameter]:
+    width, auxiliary = cfg.width_of("core"), cfg.auxiliary
+    table: dict[str, Parameter] = {}
+    if auxiliary.state_predictor:
+        table["state_predictor.weight"] = Parameter((width, width), "product")
+    if auxiliary.exit_gate:
+        table |= {"exit_gate.weight": Parameter((1, width), "product"), "exit_gate.bias": Parameter((1,))}
+    for head in range(auxiliary.loop_heads):
+        table |= _norm(cfg, f"loop_heads.{head}.norm", width)
+        table[f"loop_heads.{head}.weight"] = Parameter((cfg.padded_vocab_size, width), "product", 0)
     return table
 
 
@@ -121,6 +134,7 @@ def _injection(cfg: ModelConfig) -> dict[str, Parameter]:
 
 PARTS = (
     "embedding", "value_tables", "prelude", "injection", "core", "output_projection", "coda", "norms", "head",
+    "auxiliary",
 )  # fmt: skip
 
 
@@ -187,18 +201,44 @@ class StepWork:
     """Row passes through the core with gradient, the sum of k."""
     readouts: float
     """Rows that pass C, coda and head: one per row (terminal), or one per gradient loop that has a loss."""
+    auxiliary: float = 0.0
+    """Forward FLOPs per token of the auxiliary losses, summed over rows: `auxiliary_flops`."""
 
     @classmethod
-    def of(cls, no_grad_loops: Iterable[int], grad_loops: Iterable[int], objective: str) -> StepWork:
+    def of(
+        cls, no_grad_loops: Iterable[int], grad_loops: Iterable[int], objective: str, auxiliary: float = 0.0
+    ) -> StepWork:
         """Of rows with these n and k, trained with `loss.objective`."""
         no_grad, grad = list(no_grad_loops), list(grad_loops)
         readouts = sum(readouts_per_row(k, objective) for k in grad)
-        return cls(len(grad), sum(no_grad), sum(grad), readouts)
+        return cls(len(grad), sum(no_grad), sum(grad), readouts, auxiliary)
 
 
 def readouts_per_row(grad_loops: int, objective: str) -> int:
     """Readouts with a loss of a row with k gradient loops: 1, k, or the last third of them."""
-    return {"terminal": 1, "per_loop": grad_loops, "last_third": grad_loops - 2 * grad_loops // 3}[objective]
+    last_third = grad_loops - 2 * grad_loops // 3
+    return {"terminal": 1, "per_loop": grad_loops, "exit_weighted": grad_loops, "last_third": last_third}[objective]
+
+
+def auxiliary_flops(cfg: Config, grad_loops: Iterable[int]) -> float:
+    """Forward FLOPs per token of the auxiliary losses, summed over rows with these k.
+
+    The eigenvectors of the subspace penalty (once per step, d_h^3) are left out.
+    """
+    model, loss, width = cfg.model, cfg.loss, cfg.model.width_of("core")
+    anchors, total = min(loss.contrastive_tokens, model.context_length), 0.0
+    for k in grad_loops:
+        if loss.state_prediction:
+            total += max(k - loss.state_prediction_loops, 0) * 2 * width**2
+        if loss.contrastive:
+            total += max(k - 1, 0) * 2 * anchors**2 * width / model.context_length
+        if loss.subspace_penalty:
+            total += k * 2 * width * loss.subspace_rank
+        if loss.loop_heads:
+            total += min(model.auxiliary.loop_heads, max(k - 1, 0)) * 2 * model.vocab_size * width
+        if loss.objective == "exit_weighted":
+            total += k * 2 * width
+    return total
 
 
 def forward_flops(cfg: ModelConfig, *, halve_attention: bool = True) -> TokenFlops:
@@ -233,7 +273,7 @@ def model_flops(cfg: ModelConfig, work: StepWork, *, halve_attention: bool = Tru
     """Model FLOPs of forward and backward over all rows of `work`; loops without gradient count forward only."""
     flops = forward_flops(cfg, halve_attention=halve_attention)
     passes = 3 * work.rows * flops.encode + 3 * work.readouts * flops.readout
-    passes += (work.no_grad_loops + 3 * work.grad_loops) * flops.loop
+    passes += (work.no_grad_loops + 3 * work.grad_loops) * flops.loop + 3 * work.auxiliary
     return passes * cfg.context_length
 
 

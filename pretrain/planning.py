@@ -7,6 +7,7 @@ without and with gradient, M micro-batches of a rank per step, P pipeline ranks,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from pretrain.accounting import (
     Parameter,
     StepWork,
+    auxiliary_flops,
     forward_flops,
     model_flops,
     parameter_table,
@@ -35,10 +37,15 @@ def expected_work(cfg: Config) -> StepWork:
     no_grad, grad = expected_loops(thresholds, most)
     # P(k >= j) = P(T >= j): the mean of a function of k is the sum of its increments times the chance to get there.
     at_least = [1.0, *(1 - p for p in thresholds[: most - 1])]
-    counts = [0, *(readouts_per_row(j, cfg.loss.objective) for j in range(1, most + 1))]
-    readouts = sum(p * (counts[j] - counts[j - 1]) for j, p in enumerate(at_least, start=1))
+
+    def mean(of: Callable[[int], float]) -> float:
+        counts = [0.0, *(of(k) for k in range(1, most + 1))]
+        return sum(p * (counts[j] - counts[j - 1]) for j, p in enumerate(at_least, start=1))
+
+    readouts = mean(lambda k: readouts_per_row(k, cfg.loss.objective))
+    auxiliary = mean(lambda k: auxiliary_flops(cfg, [k]))
     rows = cfg.train.global_batch_size
-    return StepWork(rows, rows * no_grad, rows * grad, rows * readouts)
+    return StepWork(rows, rows * no_grad, rows * grad, rows * readouts, rows * auxiliary)
 
 
 def _thresholds(cfg: Config, rows: int) -> NDArray[np.float64]:
@@ -111,7 +118,7 @@ class Plan:
         part, index = name.split(".")[:2]
         if part == "core":
             return int(index) // (model.core_layers // parallel.pipeline) == pipeline_rank
-        if part in ("output_projection", "coda", "final_norm", "head"):
+        if part in ("output_projection", "coda", "final_norm", "head", "auxiliary"):
             return last
         return first or (part == "embedding" and last and model.tie_embeddings)
 

@@ -97,6 +97,21 @@ class RecurrenceConfig:
 
 
 @dataclass(kw_only=True)
+class AuxiliaryConfig:
+    """Parameters that auxiliary losses need; each goes with its weight in `loss`."""
+
+    state_predictor: bool = False
+    """The matrix of loss.state_prediction."""
+    loop_heads: int = 0
+    """Norms and vocabulary matrices of loss.loop_heads: head i reads the state i loops before the last."""
+    exit_gate: bool = False
+    """The gate of loss.objective=exit_weighted."""
+
+    def __post_init__(self) -> None:
+        require(self.loop_heads >= 0, "model.auxiliary.loop_heads", self.loop_heads, "an integer >= 0")
+
+
+@dataclass(kw_only=True)
 class ModelConfig:
     """Sizes and settings of the looped model. `family` fills in the settings that the file leaves out."""
 
@@ -181,6 +196,7 @@ class ModelConfig:
     embedding_std: float | None = None
     """null: by `init`: sqrt(2 / (5 d)), or 0.02. The blind-spot paper's is 1.0."""
     recurrence: RecurrenceConfig = field(default_factory=RecurrenceConfig)
+    auxiliary: AuxiliaryConfig = field(default_factory=AuxiliaryConfig)
 
     def __post_init__(self) -> None:
         for key in (

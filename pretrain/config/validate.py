@@ -5,6 +5,7 @@ Every message names the key, its value, what was expected and the nearest settin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from pretrain.config.families import FAMILIES
@@ -20,6 +21,7 @@ def validate(cfg: Config, world_size: int | None) -> None:
     _check_length(cfg)
     _check_data(cfg)
     _check_family(cfg)
+    _check_loss(cfg)
     _check_depths(cfg)
     _check_tensor(cfg)
     _check_pipeline(cfg)
@@ -93,6 +95,47 @@ def _check_family(cfg: Config) -> None:
 
 
 def _family_value(family: str, key: str) -> str:
+def _check_loss(cfg: Config) -> None:
+    """Weights go with their parameters and settings; terms that tie loops together need loops, on one rank."""
+    loss, auxiliary, parallel = cfg.loss, cfg.model.auxiliary, cfg.parallel
+    for schedule in loss.schedules:
+        require(
+            getattr(loss, schedule.term) > 0, f"loss.{schedule.term}", 0.0,
+            "a weight > 0, since loss.schedules multiplies it with a factor",
+        )  # fmt: skip
+    terms = [schedule.term for schedule in loss.schedules]
+    require(len(set(terms)) == len(terms), "loss.schedules", terms, "each term once")
+    exits = loss.objective == "exit_weighted"
+    for key, value, on, what in (
+        ("state_predictor", auxiliary.state_predictor, loss.state_prediction > 0, "loss.state_prediction"),
+        ("loop_heads", auxiliary.loop_heads, loss.loop_heads > 0, "loss.loop_heads"),
+        ("exit_gate", auxiliary.exit_gate, exits, "loss.objective=exit_weighted"),
+    ):  # fmt: skip
+        expected = f"set, since {what} is on" if on else f"{value and type(value)()}, since {what} is off"
+        require(bool(value) == on, f"model.auxiliary.{key}", value, expected)
+    require(
+        exits or loss.exit_entropy == 0, "loss.exit_entropy", loss.exit_entropy, "0, or loss.objective=exit_weighted"
+    )
+    lags = {"state_prediction": loss.state_prediction_loops, "contrastive": 1, "loop_heads": 1}
+    across = {f"loss.{key}": lag for key, lag in lags.items() if getattr(loss, key) > 0}
+    across |= {"loss.objective=exit_weighted": 1} if exits else {}
+    most = cfg.model.recurrence.backprop_loops or math.ceil(cfg.model.recurrence.mean_loops / 2)
+    for key, lag in across.items():
+        require(
+            most > lag, "model.recurrence.backprop_loops", most,
+            f"at least {lag + 1}, since {key} ties loops together that get a gradient",
+        )  # fmt: skip
+        require(
+            parallel.pipeline == 1 or key == "loss.loop_heads", "parallel.pipeline", parallel.pipeline,
+            f"1, since {key} ties together loops whose graphs a pipeline keeps apart; loss.norm_penalty, "
+            "loss.scale_anchor, loss.subspace_penalty and loss.loop_heads run with any parallel.pipeline",
+        )  # fmt: skip
+        require(
+            not parallel.sequence_parallel or key in ("loss.loop_heads", "loss.state_prediction"),
+            "parallel.sequence_parallel", True, f"false, since {key} needs whole rows on each rank",
+        )  # fmt: skip
+
+
     default = getattr(RecurrenceConfig(), key)
     value: str = FAMILIES[family]["recurrence"].get(key, default)
     return value

@@ -44,8 +44,10 @@ def _draw(name: str, shape: torch.Size, cfg: ModelConfig, generator: torch.Gener
     part = name.split(".")[0]
     width = cfg.width_of("core" if part in ("core", "injection") else part)
     std = math.sqrt(2 / (5 * width))
-    if name in ("embedding.weight", "head.weight", "position_embedding.weight"):
+    if name in ("embedding.weight", "head.weight", "position_embedding.weight") or "loop_heads" in name:
         return torch.randn(shape, generator=generator) * embedding_std(cfg)
+    if name.startswith("auxiliary.") and "loop_heads" not in name:
+        return torch.zeros(shape)  # predict the state itself; leave at every loop with the same probability
     if "value_table" in name:
         return torch.randn(shape, generator=generator)
     if "value_gate" in name:

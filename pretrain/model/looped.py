@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from pretrain.config.model import ModelConfig
 from pretrain.config.schema import LossConfig
 from pretrain.model.attention_mask import Context, Segments, make_context
+from pretrain.model.auxiliary import BlindDirections, Heads
 from pretrain.model.batch import Loops, MicroBatch
 from pretrain.model.cache import LoopCache
 from pretrain.model.compiled import CompiledStep
@@ -98,6 +99,7 @@ class LoopedLM(nn.Module):
     injection: Any
     final_norm: Any
     head: Any
+    auxiliary: Any
 
     def __init__(self, cfg: ModelConfig, ops: TensorOps | None = None, stage: Stage | None = None) -> None:
         super().__init__()
@@ -120,6 +122,8 @@ class LoopedLM(nn.Module):
         self.final_norm = RMSNorm(cfg.width, cfg, ops) if has_norm else None
         untied = stage.last and not cfg.tie_embeddings
         self.head = VocabularyMatrix(cfg, ops) if untied else None
+        self.auxiliary = Heads(cfg, ops) if stage.last else None
+        self._blind_directions = BlindDirections()
         self.dropout = nn.Dropout(cfg.dropout)
         self._core_step: Callable[..., Tensor] = self.core_step
 
@@ -216,6 +220,10 @@ class LoopedLM(nn.Module):
         matrix: VocabularyMatrix = self.embedding if self.head is None else self.head
         return matrix
 
+    def blind_directions(self, step: int, rank: int) -> Tensor:
+        """The `rank` directions of the state that the readout reads least: fp64 [d_h, rank], made once per step."""
+        return self._blind_directions.of(self, step, rank)
+
     def compile_core(self, **options: Any) -> None:
         """Compiles the step of one loop, with the loop outside; `options` are torch.compile's."""
         self._core_step = CompiledStep(self.core_step, **options)
@@ -233,7 +241,8 @@ class LoopedLM(nn.Module):
         tokens, ctx = batch.tokens, self.context_of(batch)
         e, h_0 = self.start(batch, ctx, key)
         inputs = LoopInputs(self.injection.input(e), ctx, self.look_up_values("core", tokens))
-        objective = Objective(self, batch, loops, loss_cfg, totals, ctx, self.look_up_values("coda", tokens))
+        values = self.look_up_values("coda", tokens)
+        objective = Objective(self, batch, loops, loss_cfg, totals, ctx, values, key.step)
         local = loops.local(self.ops.local_sequence(tokens.shape[1]))
         for loop, state in enumerate(self.run_loops(h_0, inputs, local)):
             objective.add(loop, state)

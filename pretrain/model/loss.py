@@ -116,7 +116,8 @@ def loop_weights(grad_loops: Tensor, num_loops: int, objective: str) -> Tensor:
     """Weight of each of `num_loops` gradient loops in the loss of each row or token: [...] -> fp32 [num_loops, ...].
 
     All end together, so the own loops, `grad_loops` of them, are the last ones. Their weights sum to 1: the last one
-    (terminal), all (per_loop), or those with 0-based index in [floor(2k/3), k) (last_third, FLT's FEW).
+    (terminal), all (per_loop), or those with 0-based index in [floor(2k/3), k) (last_third, FLT's FEW). Those of
+    exit_weighted are not constants (pretrain/model/auxiliary.py).
     """
     loops = torch.arange(num_loops, device=grad_loops.device).view(-1, *[1] * grad_loops.ndim)
     index = loops - (num_loops - grad_loops)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pretrain.config.schema import LossConfig
 from pretrain.model.attention_mask import Context
+from pretrain.model.auxiliary import ExitWeights, Share, make_terms
 from pretrain.model.batch import Loops, MicroBatch
 from pretrain.model.loss import HeadSums, Totals, head_sums, loop_weights, state_penalty
 
@@ -39,25 +40,33 @@ class Objective:
         totals: Totals,
         ctx: Context,
         values: Sequence[Tensor | None],
+        step: int,
     ) -> None:
+        """`step` (0-based) is what schedules of the weights go by."""
         self.model, self.batch, self.cfg, self.totals = model, batch, cfg, totals
         self.ctx, self.values, self.num_loops = ctx, values, len(loops.grad)
         rows = torch.tensor(loops.grad_loops, device=batch.tokens.device)[:, None]
         own = rows if loops.token_grad is None else loops.token_grad
         self.readout_weights = loop_weights(own, self.num_loops, cfg.objective)  # [T, B, 1 or S]
         local = loops.local(model.ops.local_sequence(batch.tokens.shape[1])).token_grad
-        own = rows if local is None else local
-        self.state_weights = loop_weights(own, self.num_loops, "per_loop")  # [T, B, 1 or s]
+        local_own = rows if local is None else local
+        self.state_weights = loop_weights(local_own, self.num_loops, "per_loop")  # [T, B, 1 or s]
         deepest = max(loops.grad_loops)
         self.first_readout = self.num_loops - deepest + {
-            "terminal": deepest - 1, "per_loop": 0, "last_third": 2 * deepest // 3,
+            "terminal": deepest - 1, "per_loop": 0, "last_third": 2 * deepest // 3, "exit_weighted": 0,
         }[cfg.objective]  # fmt: skip
+        self.weights = cfg.weights_at(step)
+        share = Share(model, batch, cfg, totals, self.num_loops, own, local_own, step)
+        self.auxiliary = make_terms(share)
+        self.exits = ExitWeights(share) if cfg.objective == "exit_weighted" else None
         self.terms: dict[str, Tensor] = {}
 
     @property
     def first_loop(self) -> int:
         """The first gradient loop (0-based) whose state has a part in the loss."""
-        return 0 if self.cfg.norm_penalty or self.cfg.scale_anchor else self.first_readout
+        if self.cfg.norm_penalty or self.cfg.scale_anchor:
+            return 0
+        return min([self.first_readout, *(term.first_loop for term in self.auxiliary)])
 
     def _add(self, name: str, value: Tensor) -> None:
         self.terms[name] = self.terms[name] + value if name in self.terms else value
@@ -71,6 +80,9 @@ class Objective:
             penalty, anchor = state_penalty(state, weights, self.cfg)
             for name, value in (("norm_penalty", penalty), ("scale_anchor", anchor)):
                 self._add(name, self.model.ops.sum_sequence(value) / self.totals.rows)
+        for term in self.auxiliary:
+            if loop >= term.first_loop and (share := term.add(loop, state)) is not None:
+                self._add(term.name, share)
 
     def _add_readout(self, loop: int, state: Tensor, last: bool) -> None:
         model, count = self.model, state.shape[0]
@@ -79,6 +91,10 @@ class Objective:
         y = model.ops.enter(y).flatten(0, 1)
         terminal = self.cfg.objective == "terminal"
         weights = None if terminal else self.readout_weights[loop, :count].expand(labels.shape).flatten()
+        if self.exits is not None:
+            p, entropy = self.exits.add(loop, state)
+            self._add("exit_entropy", entropy)
+            weights = p.flatten()
         settings = model.head_settings(self.cfg)
         sums: HeadSums = model.vocabulary_head(head_sums, y, labels.flatten(), weights, settings, model.ops)
         self._add("cross_entropy", sums.cross_entropy / self.totals.tokens)
@@ -86,10 +102,10 @@ class Objective:
 
     def output(self) -> LossOutput:
         """The weighted sum of the terms, and each term by itself."""
-        scale = {
-            "cross_entropy": 1.0, "z_loss": self.cfg.z_loss, "norm_penalty": self.cfg.norm_penalty,
-            "scale_anchor": self.cfg.scale_anchor,
-        }  # fmt: skip
-        loss = cast(Tensor, sum(scale[name] * value for name, value in self.terms.items() if scale[name]))
+        scale = {"cross_entropy": 1.0} | self.weights
+        if "exit_entropy" in scale:
+            scale["exit_entropy"] *= -1  # rewarded
+        # A term whose schedule is at 0 stays in the sum: its parameters get a gradient in every step.
+        loss = cast(Tensor, sum(scale[name] * value for name, value in self.terms.items() if name in scale))
         metrics = {name: value.detach() for name, value in self.terms.items()}
         return LossOutput(loss, metrics | {"loss": loss.detach()})

@@ -122,7 +122,8 @@ class CircularPipeline:
             ctx = part.invariants["ctx"]
             # Looked up for each readout: chunks run backward one by one, so none may share a graph with another.
             values = self.model.look_up_values("coda", part.batch.tokens)
-            objective = Objective(self.model, part.batch, part.loops, loss_cfg, totals, ctx, values)
+            step = 0 if part.key is None else part.key.step
+            objective = Objective(self.model, part.batch, part.loops, loss_cfg, totals, ctx, values, step)
             if loop < objective.first_loop:
                 return x
             objective.add(loop, x[: part.loops.grad[loop].active])

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pretrain.accounting import StepWork
-from pretrain.config.schema import Config
+from pretrain.accounting import StepWork, auxiliary_flops
+from pretrain.config.schema import LOSS_TERMS, Config
 from pretrain.data.loader import RankBatch
 from pretrain.errors import DistributedError
 from pretrain.model.batch import Loops, MicroBatch
@@ -29,7 +29,7 @@ from pretrain.parallel.zero import ZeroEngine
 from pretrain.sampling import Depths, DepthSampler, LoopPlan, form_micro_batches, lockstep_loops
 from pretrain.train.inputs import Inputs
 
-TERMS = ("loss", "cross_entropy", "z_loss", "norm_penalty", "scale_anchor")
+TERMS = ("loss", "cross_entropy", *LOSS_TERMS)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,10 @@ class StepRunner:
             trained=train,
             skipped=result is not None and result.skipped,
             hyperparameters=values,
-            work=StepWork.of(counted.no_grad_loops, counted.grad_loops, self.cfg.loss.objective),
+            work=StepWork.of(
+                counted.no_grad_loops, counted.grad_loops, self.cfg.loss.objective,
+                auxiliary_flops(self.cfg, counted.grad_loops),
+            ),
             num_loops_mean=float(row_depths.num_loops.mean()),
             no_grad_loops_mean=float(row_depths.no_grad_loops.mean()),
             grad_loops_mean=float(row_depths.grad_loops.mean()),
