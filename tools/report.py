@@ -69,9 +69,7 @@ def new_figure(width_inches: float = 8.0, height_inches: float = 4.2) -> Figure:
     return Figure(figsize=(width_inches, height_inches), layout="constrained")
 
 
-def line_figure(
-    lines: dict[str, tuple[Sequence[float], Sequence[float | None]]], **settings: Any
-) -> Figure:
+def line_figure(lines: dict[str, tuple[Sequence[float], Sequence[float | None]]], **settings: Any) -> Figure:
     """One line with markers for each name in `lines` (x, y; None leaves a gap); `settings` are those of the axes."""
     figure = new_figure()
     axes = axes_of(figure, **settings)

@@ -1,0 +1,201 @@
+"""The blind-spot report of small models: its numbers, its page, and what it says of bad input."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import math
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pretrain.config.families import make_model_config
+from pretrain.config.schema import LossConfig
+from pretrain.model.looped import LoopedLM
+from tests.model.tiny import random_model
+from tests.tools.models import CONTEXT, VOCAB, save_model, write_words
+from tools import blindspot
+from tools.baselines import split_rows
+from tools.loading import load_model
+
+LAYERS = {"prelude_layers": 1, "core_layers": 1, "coda_layers": 1}
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "norm": ("blindspot", {}, {"core_layers": 1}),
+    "final_norm": ("blindspot", {"readout": "final_norm"}, {"core_layers": 1}),
+    "parcae": ("parcae", {"mean_loops": 3}, LAYERS),
+    "gpt": ("gpt", {}, LAYERS),
+}
+
+
+def make(name: str) -> LoopedLM:
+    family, recurrence, layers = MODELS[name]
+    cfg = make_model_config(
+        family, recurrence, vocab_size=VOCAB, context_length=CONTEXT, width=16, num_heads=2, ffn_width=24,
+        value_gate_channels=8, **layers,
+    )  # fmt: skip
+    return random_model(cfg)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """data/ and runs/NAME of every model, and a report of all of them in report/."""
+    folder = tmp_path_factory.mktemp("blindspot")
+    data = write_words(folder)
+    for name in MODELS:
+        model = make(name)
+        save_model(folder / "runs", name, model.cfg, model, data, LossConfig())
+    steps = [{"step": i + 1, "loss": 3.0, "grad_norm": math.exp(i % 2)} for i in range(40)]
+    (folder / "runs" / "norm" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> dict[str, Any]:
+    out = folder / "report"
+    models = [str(folder / "runs" / name) for name in MODELS]
+    options = ["--loops", "5", "--rows", "12", "--repeats", "1", "--new-tokens", "20", "--subspace", "3"]
+    assert blindspot.main([*models, "--data", str(folder / "data"), "--out", str(out), *options]) == 0
+    return json.loads((out / "report.json").read_text())
+
+
+def record(report: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(model for model in report["models"] if model["name"] == name)
+
+
+@pytest.mark.parametrize("name", ["norm", "parcae", "gpt"])
+def test_perplexity_at_each_k_is_that_of_a_separate_evaluation(report: dict[str, Any], folder: Path, name: str) -> None:
+    measured = record(report, name)
+    model = load_model(folder / "runs" / name).model
+    rows = torch.from_numpy(split_rows(folder / "data", "validation")[:12])
+    for k, ppl in enumerate(measured["ppl"], 1):
+        losses = model.loop_losses(rows[:, :-1], rows[:, 1:], [k])
+        assert ppl == pytest.approx(math.exp(float(losses.double().mean())), rel=1e-6)
+    assert measured["one_pass_deviation"] < 1e-6
+    assert len(measured["tokens_per_sec"]) == len(measured["ppl"]) == (1 if name == "gpt" else 5)
+
+
+def test_what_the_readouts_see(report: dict[str, Any]) -> None:
+    norm = [g["fraction"] for g in record(report, "norm")["gradients"]]
+    last_only = [g["fraction"] for g in record(report, "final_norm")["gradients"]]
+    assert max(norm) < 1e-5 and len(norm) == 4
+    assert min(last_only[:3]) > 1e-2 and last_only[3] < 1e-5
+    assert all(0 <= g["radial_share"] <= 1 for g in record(report, "parcae")["gradients"])
+    spectrum = record(report, "norm")["singular_values"]
+    assert len(spectrum) == 16 and 0 < spectrum[-1] < spectrum[0]
+
+
+def test_scale_and_edits(report: dict[str, Any]) -> None:
+    norm = record(report, "norm")
+    assert norm["scale"]["1.0"] == pytest.approx(norm["loss"][3], rel=1e-6)
+    assert norm["scale"]["10.0"] == pytest.approx(norm["loss"][3], rel=1e-3), "RMSNorm ignores the scale"
+    assert norm["edits"]["clamp"][0] == norm["loss"][0], "the clamp starts at loop 2"
+    assert norm["edits"]["clamp"][3] != norm["loss"][3]
+    changes = {(i["subspace"], i["edit"]): i["logit_change"] for i in norm["interventions"]}
+    assert changes["bottom 3", "noise"] < changes["top 3", "noise"]
+    assert norm["training"]["oscillation"][-1] == pytest.approx(0.5) and norm["training"]["spikes"] == []
+
+
+def test_what_does_not_apply_is_said(report: dict[str, Any], folder: Path) -> None:
+    skipped = record(report, "gpt")["skipped"]
+    assert set(skipped) == {"updates", "edits", "interventions", "training"} and "gpt" in skipped["updates"]
+    assert "gpt: the model runs each layer once" in (folder / "report" / "report.html").read_text()
+
+
+class Page(html.parser.HTMLParser):
+    """What a page refers to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.images: dict[str, str] = {}
+        self.links: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {key: value or "" for key, value in attrs}
+        self.tags.add(tag)
+        if tag == "img":
+            self.images[values["id"]] = values["src"]
+        self.links += [values[key] for key in ("src", "href") if key in values]
+
+
+def test_the_page_stands_alone_and_has_every_figure(report: dict[str, Any], folder: Path) -> None:
+    page = Page((folder / "report" / "report.html").read_text())
+    assert {path.stem for path in (folder / "report").glob("*.png")} == page.images.keys()
+    assert len(page.images) == 9
+    assert all(link.startswith(("data:", "#")) for link in page.links) and "script" not in page.tags
+
+
+def test_a_browser_shows_the_page(report: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    """Every image decodes, nothing is logged as an error, and nothing is asked of a network."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser is None:
+        pytest.skip("no chromium on this machine (Debian: apt-get install chromium)")
+    page, log = folder / "report" / "report.html", tmp_path / "net.json"
+    # The page itself is without scripts: a copy counts its images once they are loaded.
+    probe = (
+        "<script>onload=()=>document.title='loaded '+[...document.images].filter(i=>i.naturalWidth>99).length</script>"
+    )
+    copy = tmp_path / "page.html"
+    copy.write_text(page.read_text().replace("</body>", probe + "</body>"))
+    command = [
+        browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+        f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", f"--log-net-log={log}",
+        "--virtual-time-budget=5000", "--dump-dom", copy.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "<title>loaded 9</title>" in done.stdout
+    assert "CONSOLE" not in done.stderr, done.stderr
+    requests = {
+        url
+        for event in json.loads(log.read_text())["events"]
+        if (url := event.get("params", {}).get("url", "")).startswith(("http", "ftp", "ws"))
+    }
+    assert not {url for url in requests if "google" not in url}, requests
+
+
+def test_one_loop(folder: Path, tmp_path: Path) -> None:
+    data, run, out = folder / "data", folder / "runs" / "norm", tmp_path / "one"
+    options = ["--loops", "1", "--rows", "4", "--repeats", "1", "--new-tokens", "0"]
+    assert blindspot.main([str(run), "--data", str(data), "--out", str(out), *options]) == 0
+    one = json.loads((out / "report.json").read_text())["models"][0]
+    assert set(one["skipped"]) == {"updates", "edits", "generation"} and len(one["ppl"]) == 1
+
+
+def test_bad_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, run, out = folder / "data", folder / "runs" / "norm", tmp_path / "out"
+
+    def message(*arguments: str | Path) -> tuple[int, str]:
+        code = blindspot.main([str(a) for a in arguments])
+        return code, capsys.readouterr().err
+
+    code, text = message(tmp_path / "absent", "--data", data, "--out", out)
+    assert code == 4 and "absent" in text
+    code, text = message(run, "--data", tmp_path / "nothing", "--out", out)
+    assert code == 2 and "nothing" in text
+    code, text = message(run, "--data", data, "--out", out, "--loops", "0")
+    assert code == 2 and "--loops=0" in text
+    code, text = message(run, "--data", data, "--out", folder / "report")
+    assert code == 2 and "--overwrite" in text
+
+    empty = tmp_path / "empty"
+    shutil.copytree(data, empty)
+    manifest = json.loads((empty / "manifest.json").read_text())
+    manifest["splits"]["validation"]["rows"] = 0
+    for key in manifest["splits"]["validation"]:
+        manifest["splits"]["validation"][key] = 0
+    (empty / "manifest.json").write_text(json.dumps(manifest))
+    code, text = message(run, "--data", empty, "--out", out)
+    assert code == 2 and "validation" in text and "rows" in text
+
+    broken = make("norm")
+    with torch.no_grad():
+        broken.core["0"].mlp.up.weight[0, 0] = math.nan
+    path = save_model(tmp_path, "broken", broken.cfg, broken, data, LossConfig())
+    code, text = message(path, "--data", data, "--out", out)
+    assert code == 4 and "core.0.mlp.up.weight" in text and "diverged" in text
+    assert not out.exists()

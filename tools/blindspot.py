@@ -1,0 +1,341 @@
+"""Is the recurrent state under control, do more loops help, and what does the readout see? A report on trained models.
+
+    python -m tools.blindspot runs/tiny runs/other --data cache/demo --out reports/tiny
+
+MODEL is a run's folder or a checkpoint's. OUT gets report.json (every number), a PNG for each figure, and report.html,
+one page that needs no network, with all models side by side. docs/readout_blind_spot.md says how to read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain.data.manifest import read_manifest
+from pretrain.diagnostics.interventions import Clamp, Noise, RemoveRadial, ZeroSubspace
+from pretrain.diagnostics.linear import linear_parts
+from pretrain.diagnostics.measure import (
+    LoopGradient,
+    Rows,
+    logit_change,
+    readout_gradients,
+    scale_sensitivity,
+    trace_loops,
+    variance_shares,
+)
+from pretrain.diagnostics.training import gradient_oscillation, loss_spikes, repetition_rate
+from pretrain.errors import CheckpointError, ConfigError, PretrainError
+from pretrain.files import write_text
+from pretrain.model.looped import Edit, LoopedLM
+from pretrain.model.subspace import Directions, readout_directions
+from pretrain.train.metrics import METRICS_NAME, read_metrics
+from tools.baselines import split_rows
+from tools.generate import generate
+from tools.loading import Trained, load_model
+
+SCALES = (0.1, 0.3, 0.5, 1.0, 2.0, 3.0, 10.0)
+NOISE = 0.01
+EXACT_ROWS = 2
+"""Rows of what runs in fp64: gradients, the change of whole logits, variances over loops."""
+PROMPT_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a measurement takes."""
+
+    loops: int = 8
+    """K_max: loops of the one pass over the rows."""
+    rows: int = 32
+    batch_rows: int = 8
+    subspace: int = 8
+    """k of the bottom-k and top-k singular directions."""
+    new_tokens: int = 64
+    """Tokens to generate after each prompt; fewer where the context ends. 0: none."""
+    repeats: int = 3
+    """Timed passes for each K."""
+
+
+Record = dict[str, Any]
+"""One model's part of report.json: names and numbers."""
+
+
+class Measurement:
+    """One model on the rows of one data set. `record` is everything, ready for JSON."""
+
+    def __init__(self, name: str, trained: Trained, rows: Tensor, settings: Settings, run_folder: Path) -> None:
+        self.name, self.model, self.config, self.step = name, trained.model, trained.config, trained.step
+        self.settings, self.run_folder = settings, run_folder
+        self.can_loop = self.model.cfg.family != "gpt"
+        self.num_loops = settings.loops if self.can_loop else 1
+        self.trained_loops = self.model.cfg.recurrence.default_loops
+        device = next(self.model.parameters()).device
+        cut = rows[:, : self.model.cfg.context_length + 1].to(device)
+        self.batches: list[Rows] = [(part[:, :-1], part[:, 1:]) for part in cut.split(settings.batch_rows)]
+        self.directions: Directions = readout_directions(self.model)
+        self.count = min(settings.subspace, len(self.directions.values) // 2)
+        self.skipped: dict[str, str] = {}
+
+    @property
+    def sample(self) -> Rows:
+        """The few rows of fp64 work."""
+        tokens, labels = self.batches[0]
+        return tokens[:EXACT_ROWS], labels[:EXACT_ROWS]
+
+    def record(self) -> Record:
+        """Everything that applies; `skipped` says by section what does not, and why."""
+        if not self.can_loop:
+            reason = "the model runs each layer once (family gpt)"
+            self.skipped = dict.fromkeys(("updates", "edits", "interventions"), reason)
+        elif self.num_loops == 1:
+            self.skipped = dict.fromkeys(("updates", "edits"), "--loops 1: there is no second loop to compare with")
+        record = self._about() | self._by_loop() | self._exact() | self._frontier()
+        record["scale"] = dict(
+            zip(map(str, SCALES), scale_sensitivity(self.model, self.batches, self.read_loops, SCALES), strict=True)
+        )
+        record["edits"] = {} if "edits" in self.skipped else self._edits()
+        record["interventions"] = [] if "interventions" in self.skipped else list(self._interventions())
+        record["generation"] = list(self._generation())
+        record["training"] = self._training()
+        return record | {"skipped": self.skipped}
+
+    @property
+    def read_loops(self) -> int:
+        """The loops after which scale and interventions are read out: the trained number, if the pass is that long."""
+        return min(self.trained_loops, self.num_loops)
+
+    def _about(self) -> Record:
+        cfg = self.model.cfg
+        tokens, _ = self.batches[0]
+        return {
+            "name": self.name, "family": cfg.family, "readout": cfg.recurrence.readout, "step": self.step,
+            "objective": self.config.loss.objective, "norm_penalty": self.config.loss.norm_penalty,
+            "interloop_norm": cfg.recurrence.interloop_norm, "width": cfg.width_of("core"),
+            "parameters": sum(p.numel() for p in self.model.parameters()), "trained_loops": self.trained_loops,
+            "rows": sum(len(batch[0]) for batch in self.batches), "row_tokens": tokens.shape[1],
+            "device": str(tokens.device), "compute_dtype": str(self.model.compute_dtype).removeprefix("torch."),
+        }  # fmt: skip
+
+    def _by_loop(self) -> Record:
+        trace = trace_loops(self.model, self.batches, self.num_loops)
+        losses = trace.loss.mean(1).tolist()
+        changes = {name: getattr(trace, name).mean(1).tolist() for name in trace._fields[2:]}
+        norms = [stats._asdict() for stats in trace.norms(self.model.cfg.width_of("core"))]
+        ppl = [math.exp(min(loss, 700.0)) for loss in losses]
+        return {"loss": losses, "ppl": ppl, "norms": norms, "updates": {} if "updates" in self.skipped else changes}
+
+    def _exact(self) -> Record:
+        """What needs fp64: by loop of a run of the trained length, the gradient through the loop's own readout."""
+        exact = copy.deepcopy(self.model).double()
+        exact.compute_dtype = torch.float64
+        basis = self.directions.bottom(self.count)
+        gradients = readout_gradients(exact, self.sample, self.read_loops, basis)
+        bases = [self.directions.bottom(self.count), self.directions.top(self.count)]
+        names = [f"bottom {self.count}", f"top {self.count}"]
+        shares = variance_shares(exact, self.sample[0], self.num_loops, bases) if self.num_loops > 1 else [None, None]
+        return {
+            "gradients": [_gradient(g) for g in gradients],
+            "singular_values": self.directions.values.tolist(),
+            "subspace": self.count,
+            "variance_over_loops": dict(zip(names, shares, strict=True)),
+            "linear": linear_parts(self.model)._asdict(),
+        }
+
+    def _frontier(self) -> Record:
+        """Tokens/s of separate K-loop passes, in turns; and how far their losses are from the one pass."""
+        counts = range(1, self.num_loops + 1)
+        tokens, labels = self.batches[0]
+        one_pass = self.model.loop_losses(tokens, labels, list(counts)).mean((1, 2), dtype=torch.float64)
+        seconds: dict[int, list[float]] = {k: [] for k in counts}
+        deviation = 0.0
+        for repeat in range(self.settings.repeats + 1):
+            for k in counts:
+                begin = _now(tokens)
+                loss = self.model.loop_losses(tokens, labels, [k]).mean(dtype=torch.float64)
+                spent = _now(tokens) - begin
+                if repeat:  # the first round warms up
+                    seconds[k].append(spent)
+                deviation = max(deviation, abs(float(loss / one_pass[k - 1]) - 1))
+        rates = [tokens.numel() / statistics.median(seconds[k]) for k in counts]
+        return {"tokens_per_sec": rates, "one_pass_deviation": deviation}
+
+    def _mean_losses(self, edit: Edit | None) -> list[float]:
+        return trace_loops(self.model, self.batches, self.num_loops, edit).loss.mean(1).tolist()
+
+    def _edits(self) -> Record:
+        """Mean loss by K under the clamp and without radial updates."""
+        return {"clamp": self._mean_losses(Clamp()), "remove_radial": self._mean_losses(RemoveRadial())}
+
+    def _interventions(self) -> Iterator[Record]:
+        bottom, top = self.directions.bottom(self.count), self.directions.top(self.count)
+        below, above = f"bottom {self.count}", f"top {self.count}"
+        edits: list[tuple[str, str, Edit]] = [
+            ("radial", "removed from updates", RemoveRadial()), ("radial", "noise", Noise(None, NOISE)),
+            (below, "zeroed", ZeroSubspace(bottom)), (below, "noise", Noise(bottom, NOISE)),
+            (above, "zeroed", ZeroSubspace(top)), (above, "noise", Noise(top, NOISE)),
+        ]  # fmt: skip
+        base = trace_loops(self.model, self.batches, self.read_loops).loss[-1].mean()
+        for subspace, what, edit in edits:
+            loss = trace_loops(self.model, self.batches, self.read_loops, edit).loss[-1].mean()
+            change = logit_change(self.model, self.sample[0], self.read_loops, edit)
+            yield {"subspace": subspace, "edit": what, "loss_change": float(loss - base), "logit_change": change}
+
+    def _generation(self) -> Iterator[Record]:
+        """Sampled at temperature 1, at each K: repetition, and the second half's loss and norm against the first's."""
+        prompts = self.batches[0][0][:, :PROMPT_TOKENS]
+        count = min(self.settings.new_tokens, self.model.cfg.context_length - PROMPT_TOKENS)
+        if count < 16:
+            self.skipped["generation"] = f"{max(count, 0)} new tokens (of the context or --new-tokens), 16 are needed"
+            return
+        for k in range(1, self.num_loops + 1):
+            tokens = generate(self.model, prompts, count, num_loops=k, seed=0)
+            trace = trace_loops(self.model, [(tokens[:, :-1], tokens[:, 1:])], k)
+            losses, norms = (x[-1].view(len(tokens), -1)[:, PROMPT_TOKENS:] for x in (trace.loss, trace.norm))
+            half = count // 2
+            yield {
+                "loops": k,
+                "repetition": repetition_rate(tokens[:, PROMPT_TOKENS:]),
+                "loss_drift": float(losses[:, half:].mean() - losses[:, :half].mean()),
+                "norm_drift": float(norms[:, half:].mean() / norms[:, :half].mean()),
+            }
+
+    def _training(self) -> Record:
+        """From the run's metrics.jsonl, where the model is in its run's folder."""
+        steps = [row for row in read_metrics(self.run_folder / METRICS_NAME) if row.get("grad_norm") is not None]
+        if len(steps) < 2:
+            self.skipped["training"] = f"{self.run_folder / METRICS_NAME} has no gradient norms"
+            return {}
+        norms = [float(row["grad_norm"]) for row in steps]
+        losses = [math.nan if row["loss"] is None else float(row["loss"]) for row in steps]
+        return {
+            "steps": [row["step"] for row in steps],
+            "grad_norms": norms,
+            "oscillation": [gradient_oscillation(norms[: i + 1]) for i in range(len(norms))],
+            "spikes": [steps[i]["step"] for i in loss_spikes(losses)],
+        }
+
+
+def _gradient(gradient: LoopGradient) -> Record:
+    shares = {f"{name}_share": value for name, value in gradient.supervision._asdict().items()}
+    return gradient.radial._asdict() | shares | {"expansion": gradient.expansion}
+
+
+def _now(tokens: Tensor) -> float:
+    if tokens.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def read_rows(data: Path, count: int) -> tuple[Tensor, Path, int]:
+    """(validation rows int64 [count, row_tokens], the tokenizer's folder, its vocabulary) of a data set.
+
+    Errors: ConfigError where it is none or its validation split is empty, DataError for a broken shard.
+    """
+    manifest = read_manifest(data)
+    if not manifest.splits["validation"].rows:
+        raise ConfigError(f"--data {data}: its validation split has no rows; build it with a --validation-fraction > 0")
+    rows = split_rows(data, "validation")[:count]
+    return torch.from_numpy(rows), data / manifest.tokenizer.path, manifest.tokenizer.vocab_size
+
+
+def measure(path: Path, name: str, data: Path, settings: Settings, device: torch.device | str = "cpu") -> Record:
+    """The record of one model. Errors: CheckpointError and ConfigError of what cannot be measured, with the reason."""
+    rows, tokenizer, vocab_size = read_rows(data, settings.rows)
+    trained = load_model(path, device=device, tokenizer=tokenizer)
+    _check(trained.model, path, data, vocab_size)
+    run_folder = path if (path / METRICS_NAME).is_file() else path.parent.parent
+    return Measurement(name, trained, rows, settings, run_folder).record()
+
+
+def _check(model: LoopedLM, path: Path, data: Path, vocab_size: int) -> None:
+    if vocab_size > model.cfg.vocab_size:
+        raise ConfigError(
+            f"--data {data}: its tokenizer has {vocab_size} tokens, the model in {path} {model.cfg.vocab_size}: give a "
+            "data set made with the model's own tokenizer"
+        )
+    broken = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+    if broken:
+        raise CheckpointError(
+            f"{path}: {len(broken)} of its parameters hold NaN or infinity (first: {broken[0]}): the run has diverged "
+            "and nothing can be measured; take an earlier checkpoint"
+        )
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """A name for each model: its folder's, or the whole path where two would be the same."""
+    short = [path.resolve().name for path in paths]
+    return [name if short.count(name) == 1 else str(path) for name, path in zip(short, paths, strict=True)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures, writes the report; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools.blindspot"
+    )
+    defaults = Settings()
+    parser.add_argument("models", type=Path, nargs="+", metavar="MODEL", help="folder of a run or of a checkpoint")
+    parser.add_argument("--data", type=Path, required=True, help="data set whose validation split is measured on")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the report")
+    parser.add_argument("--overwrite", action="store_true", help="replace a report that OUT holds")
+    for name, what in (
+        ("loops", "K_max"), ("rows", "rows to measure on"), ("batch_rows", "rows at a time"),
+        ("subspace", "k of the bottom-k and top-k directions"), ("new_tokens", "tokens to generate; 0: none"),
+        ("repeats", "timed passes for each K"),
+    ):  # fmt: skip
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=int, default=getattr(defaults, name), help=f"{what} (%(default)s)")
+    args = parser.parse_args(arguments)
+    try:
+        settings = Settings(**{name: getattr(args, name) for name in asdict(defaults)})
+        for name, value in asdict(settings).items():
+            if value < (name != "new_tokens"):
+                raise ConfigError(f"--{name.replace('_', '-')}={value}: expected a positive integer")
+        if (args.out / "report.json").exists() and not args.overwrite:
+            raise ConfigError(f"--out {args.out}: it holds a report; --overwrite replaces it")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        records = []
+        for path, name in zip(args.models, names_of(args.models), strict=True):
+            records.append(measure(path, name, args.data, settings, device))
+            print(f"measured {name}", flush=True)
+        print(write_report(args.out, args.data, settings, records))
+    except PretrainError as error:
+        print(f"blindspot: error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def write_report(out: Path, data: Path, settings: Settings, records: list[Record]) -> Path:
+    """Writes report.json, the figures and the page; returns the page's path."""
+    from tools.blindspot_page import sections  # matplotlib
+    from tools.report import write_page
+
+    tree = {"data": str(data), "settings": asdict(settings), "models": records}
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / "report.json", json.dumps(finite(tree), indent=1, allow_nan=False) + "\n")
+    subtitle = f"Validation rows of {data}: {records[0]['rows']} rows of {records[0]['row_tokens']} tokens."
+    return write_page(out, "Readout blind spot", subtitle, sections(records))
+
+
+def finite(value: Any) -> Any:
+    """The value with null for numbers that are not finite, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
