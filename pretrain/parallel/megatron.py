@@ -1,7 +1,7 @@
 """The adapter for megatron-core: process groups, and this process's place in them.
 
 World = tensor x pipeline x data, in megatron-core's order: tensor ranks are neighbours (they talk in every layer), then
-data ranks, then pipeline stages. No other module imports megatron-core.
+data ranks, then pipeline stages. Of megatron-core, others import only its region mappings (tensor_ops.py).
 """
 
 from __future__ import annotations

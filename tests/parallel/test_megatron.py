@@ -1,9 +1,21 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pretrain.errors import ConfigError
 from pretrain.parallel import megatron
+from tests.helpers import REPOSITORY
+
+
+def test_the_libraries_are_known_to_their_adapters_alone() -> None:
+    users: dict[str, set[str]] = {"megatron": set(), "deepspeed": set()}
+    for path in (REPOSITORY / "pretrain").rglob("*.py"):
+        for library in re.findall(r"^\s*(?:import|from) (megatron|deepspeed)\b", path.read_text(), re.MULTILINE):
+            users[library].add(str(path.relative_to(REPOSITORY / "pretrain")))
+    adapters = {f"parallel/{name}.py" for name in ("megatron", "tensor_ops", "cpu_shim")}
+    assert users == {"megatron": adapters, "deepspeed": {"parallel/zero.py"}}
 
 
 def test_local_rank_of_the_deepspeed_launcher_is_dropped() -> None:
