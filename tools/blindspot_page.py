@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -22,12 +21,12 @@ def sections(records: list[Record]) -> Iterator[Section]:
         yield make(records)
 
 
-def _lines(records: list[Record], get: Any, start: int = 1) -> dict[str, tuple[list[float], list[float | None]]]:
-    """One line for each model that has values, over loops from `start` on."""
+def _lines(records: list[Record], get: Callable[[Record], list[float]]) -> dict[str, tuple[range, list[float]]]:
+    """One line for each model that has values, over loops or indices from 1 on."""
     lines = {}
     for record in records:
         if values := get(record):
-            lines[record["name"]] = ([start + i for i in range(len(values))], values)
+            lines[record["name"]] = (range(1, len(values) + 1), values)
     return lines
 
 
@@ -274,10 +273,3 @@ def _generation(records: list[Record]) -> Section:
         "own loss and the length of its state drift from the first to the second half.",
         {"repetition": figure}, [Table(columns, rows)], _notes(records, "generation"),
     )  # fmt: skip
-
-
-def best_gap(record: Record) -> float:
-    """Perplexity at K = 1 minus that after the trained number of loops."""
-    last = min(record["trained_loops"], len(record["ppl"]))
-    gap = record["ppl"][0] - record["ppl"][last - 1]
-    return gap if math.isfinite(gap) else math.nan

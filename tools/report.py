@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import html
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def new_figure(width_inches: float = 8.0, height_inches: float = 4.2) -> Figure:
     return Figure(figsize=(width_inches, height_inches), layout="constrained")
 
 
-def line_figure(lines: dict[str, tuple[Sequence[float], Sequence[float | None]]], **settings: Any) -> Figure:
+def line_figure(lines: Mapping[str, tuple[Sequence[float], Sequence[float | None]]], **settings: Any) -> Figure:
     """One line with markers for each name in `lines` (x, y; None leaves a gap); `settings` are those of the axes."""
     figure = new_figure()
     axes = axes_of(figure, **settings)

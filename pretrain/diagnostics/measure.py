@@ -44,7 +44,7 @@ def trace_loops(model: LoopedLM, batches: Iterable[Rows], num_loops: int, edit: 
 
     Labels must all count (>= 0). Losses at t are exactly those of a separate evaluation with t loops.
     """
-    columns: list[list[Tensor]] = []
+    columns: list[Tensor] = []
     for tokens, labels in batches:
         values = model.look_up_values("coda", tokens)
         previous, rows = None, []

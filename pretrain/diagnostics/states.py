@@ -50,9 +50,9 @@ def summarise_norms(norms: Tensor, width: int) -> NormStats:
     # torch.quantile refuses more than 2^24 values; this is its linear interpolation.
     places = torch.tensor(QUANTILES, dtype=torch.float64, device=norms.device) * (len(ordered) - 1)
     low, high = ordered[places.floor().long()], ordered[places.ceil().long()]
-    quantiles = (low + (high - low) * places.frac()).tolist()
+    p50, p90, p99, p999 = (low + (high - low) * places.frac()).tolist()
     rms = float((ordered.square().mean() / width).sqrt())
-    return NormStats(float(ordered.mean()), rms, *quantiles, float(ordered[-1]))
+    return NormStats(float(ordered.mean()), rms, p50, p90, p99, p999, max=float(ordered[-1]))
 
 
 def angle_between(a: Tensor, b: Tensor) -> Tensor:

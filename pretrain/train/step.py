@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pretrain.accounting import StepWork, auxiliary_flops
-from pretrain.config.schema import LOSS_TERMS, Config
+from pretrain.config.loss import LOSS_TERMS
+from pretrain.config.schema import Config
 from pretrain.data.loader import RankBatch
 from pretrain.errors import DistributedError
 from pretrain.model.batch import Loops, MicroBatch

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pretrain.accounting import StepWork, auxiliary_flops, model_flops
+from pretrain.config.loss import LossConfig, WeightSchedule
 from pretrain.config.model import AuxiliaryConfig
-from pretrain.config.schema import Config, DataConfig, LossConfig, ParallelConfig, TrainConfig, WeightSchedule
+from pretrain.config.schema import Config, DataConfig, ParallelConfig, TrainConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.model.looped import LoopedLM

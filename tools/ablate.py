@@ -1,0 +1,287 @@
+"""An experiment: variants x seeds of one configuration, trained one after the other, measured and compared.
+
+    python -m tools.ablate configs/ablations/readout.yaml --out runs/readout [--minutes 5] [section.key=value ...]
+
+Overrides go to every run. What is done is not done again, and a run that was interrupted goes on from its checkpoint;
+with --minutes the command stops after that time with exit code 85. OUT gets the runs, measured/NAME.json of each,
+summary.json and report.html (tools.blindspot). On a cluster the same runs are a sweep:
+
+    python -m tools.ablate configs/ablations/readout.yaml --out runs/readout --list readout_sweep.yaml
+    python launchers/slurm.py --config configs/ablations/blindspot_base.yaml --array readout_sweep.yaml ...
+
+and the first command then finds them done. The file says what varies:
+
+    config: blindspot_base.yaml        # beside it
+    reference: per_loop_norm           # the variant that ratios refer to
+    seeds: [0, 1, 2]
+    loops: 4                           # K_max of the measurement
+    variants:
+      per_loop_norm: []
+      per_loop_raw: [model.recurrence.readout=raw]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from pretrain.config.load import load_config
+from pretrain.errors import STOPPED_EXIT_CODE, ConfigError, PretrainError, TrainingError
+from pretrain.files import write_text
+from pretrain.train.metrics import METRICS_NAME, read_metrics
+from tools.report import Section, Table, axes_of, line_figure, markdown, new_figure, write_page
+
+ROOT = Path(__file__).resolve().parents[1]
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a file in configs/ablations/ says."""
+
+    config: Path
+    reference: str
+    seeds: list[int]
+    loops: int
+    variants: dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run."""
+
+    variant: str
+    seed: int
+    overrides: list[str]
+    """With run.name and run.dir."""
+
+    @property
+    def name(self) -> str:
+        """Folder of the run."""
+        return f"{self.variant}_s{self.seed}"
+
+
+def read_experiment(path: Path) -> Experiment:
+    """The experiment in a file; ConfigError naming the file and the key that is wrong."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; expected an experiment such as configs/ablations/readout.yaml")
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path))
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    keys = {"config": str, "reference": str, "seeds": list, "loops": int, "variants": dict}
+    if not isinstance(tree, dict) or set(tree) != set(keys):
+        raise ConfigError(f"{path}: expected exactly the keys {', '.join(keys)}")
+    for key, kind in keys.items():
+        if not isinstance(tree[key], kind) or not tree[key]:
+            raise ConfigError(f"{path}: {key}={tree[key]!r}: expected a {kind.__name__} that is not empty")
+    variants: dict[str, list[str]] = tree["variants"]
+    for name, overrides in variants.items():
+        if not isinstance(overrides, list) or not all(isinstance(text, str) and "=" in text for text in overrides):
+            raise ConfigError(f"{path}: variants.{name}={overrides!r}: expected a list such as [optimizer.lr=1e-3]")
+    if tree["reference"] not in variants:
+        raise ConfigError(f"{path}: reference={tree['reference']!r}: expected one of {', '.join(variants)}")
+    if not all(isinstance(seed, int) for seed in tree["seeds"]) or len(set(tree["seeds"])) != len(tree["seeds"]):
+        raise ConfigError(f"{path}: seeds={tree['seeds']!r}: expected different integers")
+    return Experiment(path.parent / tree["config"], tree["reference"], tree["seeds"], tree["loops"], variants)
+
+
+def trials_of(experiment: Experiment, out: Path, extra: Sequence[str]) -> list[Trial]:
+    """Every variant with the first seed, then with the next; each is checked as a configuration."""
+    trials = []
+    for seed in experiment.seeds:
+        for variant, overrides in experiment.variants.items():
+            place = [f"train.seed={seed}", f"run.name={variant}_s{seed}", f"run.dir={(out / 'runs').resolve()}"]
+            trials.append(Trial(variant, seed, [*overrides, *extra, *place]))
+            load_config(experiment.config, trials[-1].overrides)
+    return trials
+
+
+def train(experiment: Experiment, trial: Trial, minutes: float | None) -> bool:
+    """Runs or resumes a trial; False where it stopped before its end. Errors: TrainingError if it failed."""
+    limit = [] if minutes is None else [f"train.max_hours={max(minutes, 0.1) / 60:.5f}"]
+    command = [
+        sys.executable,
+        "pretrain/main.py",
+        "--config",
+        str(experiment.config.resolve()),
+        *trial.overrides,
+        *limit,
+    ]
+    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    if code not in (0, STOPPED_EXIT_CODE):
+        raise TrainingError(f"run {trial.name} ended with exit code {code}; its output is above")
+    return code == 0
+
+
+def measured(experiment: Experiment, trial: Trial, out: Path, may_measure: bool) -> Record | None:
+    """The trial's record: the one of an earlier call, else measured now; None where it is not trained yet.
+
+    Errors: ConfigError where the record is of other settings.
+    """
+    path = out / "measured" / f"{trial.name}.json"
+    if path.is_file():
+        record: Record = json.loads(path.read_text())
+        if record["overrides"] != trial.overrides:
+            raise ConfigError(
+                f"{path}: measured with {' '.join(record['overrides'])}, now asked for {' '.join(trial.overrides)}: "
+                "choose another --out"
+            )
+        return record
+    if not may_measure:
+        return None
+    from tools import blindspot  # torch
+
+    cfg = load_config(experiment.config, trial.overrides)
+    run = out / "runs" / trial.name
+    settings = blindspot.Settings(loops=experiment.loops, rows=cfg.validation.rows, new_tokens=0, repeats=1)
+    record = blindspot.measure(run, trial.name, Path(cfg.data.all_sources[0].path), settings)
+    steps = [row for row in read_metrics(run / METRICS_NAME) if "step_sec" in row]
+    record |= {
+        "overrides": trial.overrides, "variant": trial.variant, "seed": trial.seed,
+        "step_sec": statistics.median(row["step_sec"] for row in steps),
+        "norm_by_step": [
+            (row["step"], list(row["probe_norm"].values())[-1])
+            for row in read_metrics(run / METRICS_NAME) if "probe_norm" in row
+        ],
+    }  # fmt: skip
+    record["training"] = {}  # long, and in metrics.jsonl
+    write_text(path, json.dumps(blindspot.finite(record), allow_nan=False) + "\n")
+    return record
+
+
+COLUMNS: dict[str, Callable[[Record], float]] = {
+    "norm at K": lambda r: r["norms"][_last(r)]["mean"],
+    "norm at K / at 1": lambda r: r["norms"][_last(r)]["mean"] / r["norms"][0]["mean"],
+    "PPL at 1": lambda r: r["ppl"][0],
+    "PPL at K": lambda r: r["ppl"][_last(r)],
+    "PPL gain, 1 to K": lambda r: r["ppl"][0] - r["ppl"][_last(r)],
+    "loss gain, nats": lambda r: r["loss"][0] - r["loss"][_last(r)],
+    "radial fraction": lambda r: statistics.fmean(g["fraction"] for g in r["gradients"]),
+    "clamp, nats": lambda r: r["edits"]["clamp"][_last(r)] - r["loss"][_last(r)],
+    "s per step": lambda r: r["step_sec"],
+}
+
+
+def _last(record: Record) -> int:
+    return int(min(record["trained_loops"], len(record["loss"])) - 1)
+
+
+def summarise(experiment: Experiment, records: list[Record]) -> Record:
+    """By variant and column: mean and standard deviation over seeds, number of seeds, ratio to the reference."""
+    summary: Record = {}
+    for variant in experiment.variants:
+        own = [record for record in records if record["variant"] == variant]
+        if own:
+            columns = {name: [get(record) for record in own] for name, get in COLUMNS.items()}
+            summary[variant] = {"seeds": len(own), **{n: [statistics.fmean(v), _spread(v)] for n, v in columns.items()}}
+    reference = summary.get(experiment.reference)
+    for row in summary.values():
+        for name in ("norm at K", "s per step"):
+            row[f"{name}, ratio"] = row[name][0] / reference[name][0] if reference else None
+    return summary
+
+
+def _spread(values: list[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def table_of(summary: Record) -> Table:
+    """A line for each variant, mean ± standard deviation."""
+
+    def cell(value: Any) -> str:
+        if not isinstance(value, list):
+            return "-" if value is None else f"{value:.3g}"
+        mean, spread = value
+        return f"{mean:.4g}" if spread is None else f"{mean:.4g} ± {spread:.2g}"
+
+    names = list(next(iter(summary.values())))
+    rows = [[variant, *(cell(row[name]) for name in names)] for variant, row in summary.items()]
+    return Table(["variant", *names], rows, "mean ± standard deviation over seeds; K: the trained number of loops")
+
+
+def write_results(experiment: Experiment, out: Path, records: list[Record]) -> Table:
+    """Writes summary.json and report.html of what is measured so far; returns the table."""
+    from tools.blindspot_page import sections
+
+    summary = summarise(experiment, records)
+    write_text(out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    table = table_of(summary)
+    lines = {r["name"]: tuple(zip(*r["norm_by_step"], strict=True)) for r in records if r["norm_by_step"]}
+    growth = line_figure(lines, xlabel="step", ylabel="mean norm of the last state", yscale="log")
+    bars = new_figure()
+    axes = axes_of(bars, ylabel="mean norm at K", yscale="log")
+    for i, (variant, row) in enumerate(summary.items()):
+        mean, spread = row["norm at K"]
+        axes.bar(i, mean, yerr=spread if spread is not None and math.isfinite(spread) else None, capsize=4)
+        axes.text(i, mean, variant, rotation=20, fontsize=7)
+    axes.set_xticks([])
+    head = Section(
+        "Variants",
+        "Means over seeds of what is measured on validation rows after training, and norms during training.",
+        {"final_norms": bars, "norm_by_step": growth}, [table],
+    )  # fmt: skip
+    seed = min(record["seed"] for record in records)
+    details = sections([record for record in records if record["seed"] == seed])
+    write_page(out, f"Ablation of {experiment.config.stem}", f"Details are of seed {seed}.", [head, *details])
+    return table
+
+
+def run(experiment: Experiment, trials: list[Trial], out: Path, minutes: float | None) -> int:
+    """Trains, measures and reports what is missing; returns the exit code."""
+    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    records, stopped = [], False
+    for trial in trials:
+        record = measured(experiment, trial, out, may_measure=False)
+        if record is None and not stopped:
+            left = (end - time.monotonic()) / 60
+            stopped = left <= 0 or not train(experiment, trial, None if math.isinf(left) else left)
+            record = None if stopped else measured(experiment, trial, out, may_measure=True)
+        if record is not None:
+            records.append(record)
+    if records:
+        print(markdown(write_results(experiment, out, records)))
+    print(f"{len(records)} of {len(trials)} runs are measured")
+    return STOPPED_EXIT_CODE if stopped else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the experiment, or writes its sweep; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools.ablate"
+    )
+    parser.add_argument("experiment", type=Path, help="file such as configs/ablations/readout.yaml")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs and the report")
+    parser.add_argument("--minutes", type=float, help="stop after this time; the same command goes on")
+    parser.add_argument("--list", type=Path, metavar="SWEEP", help="write the runs for launchers/slurm.py --array")
+    args, overrides = parser.parse_known_args(arguments)
+    try:
+        experiment = read_experiment(args.experiment)
+        trials = trials_of(experiment, args.out, overrides)
+        if args.list is not None:
+            if args.list.exists():
+                raise ConfigError(f"--list {args.list}: it exists; choose another name")
+            write_text(args.list, OmegaConf.to_yaml(OmegaConf.create([trial.overrides for trial in trials])))
+            print(f"{args.list}: {len(trials)} runs of {experiment.config}")
+            return 0
+        return run(experiment, trials, args.out, args.minutes)
+    except PretrainError as error:
+        print(f"ablate: error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
