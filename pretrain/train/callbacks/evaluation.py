@@ -1,0 +1,52 @@
+"""Benchmark tasks at chosen steps, at several loop counts from one pass over each batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from pretrain.config.schema import Config
+from pretrain.data.manifest import read_manifest
+from pretrain.evaluation.catalog import open_tasks
+from pretrain.evaluation.requests import Encoder
+from pretrain.evaluation.run import evaluate
+from pretrain.train.callbacks.validation import validation_loops
+from pretrain.train.step import StepReport
+from pretrain.train.trainer import Callback, Timing, Trainer
+
+
+class Evaluation(Callback):
+    """Every `evaluation.every_steps` steps and at the schedule's end. Collective; data-parallel ranks share batches."""
+
+    def __init__(self, cfg: Config) -> None:
+        settings, data = cfg.evaluation, Path(cfg.data.all_sources[0].path)
+        folder = data / read_manifest(data, shards_are_local=False).tokenizer.path
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        self.encoder = Encoder(tokenizer, cfg.model.context_length)
+        self.tasks = open_tasks(settings.tasks, settings.task_data, settings.core_bundle, settings.limit)
+        self.num_loops = settings.num_loops or validation_loops(cfg)
+
+    def on_step(self, trainer: Trainer, report: StepReport, timing: Timing) -> None:
+        every = trainer.cfg.evaluation.every_steps
+        if (every is not None and report.step % every == 0) or report.step == trainer.cfg.total_steps:
+            self._evaluate(trainer)
+
+    def _evaluate(self, trainer: Trainer) -> None:
+        begin, engine, layout = time.perf_counter(), trainer.engine, trainer.layout
+
+        def score_tokens(tokens: Tensor, labels: Tensor, num_loops: Sequence[int]) -> Tensor:
+            scores: Tensor = engine("loop_scores", tokens, labels, num_loops)
+            return scores
+
+        engine.module.eval()
+        results = evaluate(
+            score_tokens, self.tasks, self.encoder, self.num_loops,
+            batch_tokens=trainer.cfg.evaluation.batch_tokens, device=layout.device, group=layout.data_group,
+            multiple=layout.tensor_size,
+        )  # fmt: skip
+        engine.module.train()
+        trainer.report_evaluation(results, time.perf_counter() - begin)
