@@ -1,0 +1,1 @@
+"""Benchmark tasks: requests to score, their metrics, and scoring at several loop counts from one pass."""

