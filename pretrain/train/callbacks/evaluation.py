@@ -43,10 +43,13 @@ class Evaluation(Callback):
             return scores
 
         engine.module.eval()
-        results = evaluate(
-            score_tokens, self.tasks, self.encoder, self.num_loops,
-            batch_tokens=trainer.cfg.evaluation.batch_tokens, device=layout.device, group=layout.data_group,
-            multiple=layout.tensor_size,
-        )  # fmt: skip
+        results = []
+        for task in self.tasks:
+            trainer.watchdog.expect(f"the evaluation on {task.name}")
+            results += evaluate(
+                score_tokens, [task], self.encoder, self.num_loops,
+                batch_tokens=trainer.cfg.evaluation.batch_tokens, device=layout.device, group=layout.data_group,
+                multiple=layout.tensor_size,
+            )  # fmt: skip
         engine.module.train()
         trainer.report_evaluation(results, time.perf_counter() - begin)
