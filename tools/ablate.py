@@ -100,13 +100,14 @@ def read_experiment(path: Path) -> Experiment:
 
 
 def trials_of(experiment: Experiment, out: Path, extra: Sequence[str]) -> list[Trial]:
-    """Every variant with the first seed, then with the next; each is checked as a configuration."""
+    """Every variant with the first seed, then with the next; each variant is checked as a configuration."""
     trials = []
     for seed in experiment.seeds:
         for variant, overrides in experiment.variants.items():
             place = [f"train.seed={seed}", f"run.name={variant}_s{seed}", f"run.dir={(out / 'runs').resolve()}"]
             trials.append(Trial(variant, seed, [*overrides, *extra, *place]))
-            load_config(experiment.config, trials[-1].overrides)
+            if seed == experiment.seeds[0]:
+                load_config(experiment.config, trials[-1].overrides)
     return trials
 
 
