@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pretrain.config.families import FAMILIES, make_model_config
-from pretrain.config.model import ModelConfig
+from pretrain.config.model import AuxiliaryConfig, ModelConfig
 from pretrain.model.looped import LoopedLM, Stage
 from pretrain.model.ops import TensorOps
 from tests.helpers import REPOSITORY
@@ -23,6 +23,9 @@ MODELS = {
     **{family: make_model_config(family, **SIZES) for family in FAMILIES},  # type: ignore[arg-type]
     "parcae, untied": make_model_config("parcae", **SIZES, tie_embeddings=False),
     "blindspot, biases": make_model_config("blindspot", **SIZES, qk_bias=True),
+    "parcae, auxiliary losses": make_model_config(
+        "parcae", **SIZES, auxiliary=AuxiliaryConfig(state_predictor=True, loop_heads=2, exit_gate=True)
+    ),
     "flt_res, norm weights": make_model_config("flt_res", **SIZES, norm_weight=True),
 }
 
