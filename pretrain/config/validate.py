@@ -175,11 +175,14 @@ def _check_tensor(cfg: Config) -> None:
         )  # fmt: skip
     require(
         model.padded_vocab_size % tensor == 0, "model.vocab_multiple", model.vocab_multiple,
-        f"a multiple of parallel.tensor={tensor}, so that the {model.padded_vocab_size} padded rows can be shared out",
+        f"a multiple of parallel.tensor={tensor}, so that the {model.padded_vocab_size} padded rows can be shared out; "
+        f"nearest: {_nearest_multiples(model.vocab_multiple, tensor)}",
     )  # fmt: skip
     require(
         not cfg.parallel.sequence_parallel or model.context_length % tensor == 0, "model.context_length",
-        model.context_length, f"a multiple of parallel.tensor={tensor}, since parallel.sequence_parallel=true",
+        model.context_length,
+        f"a multiple of parallel.tensor={tensor}, since parallel.sequence_parallel=true; nearest: "
+        f"{_nearest_multiples(model.context_length, tensor)}",
     )  # fmt: skip
     require(model.dropout == 0, "model.dropout", model.dropout, f"0, since parallel.tensor={tensor}")
 

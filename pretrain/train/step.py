@@ -157,19 +157,23 @@ class StepRunner:
         return terms
 
     def _agree(self, step: int, row_depths: Depths) -> None:
-        """DistributedError on every rank where ranks that share collectives have drawn other loop counts: no hang."""
+        """DistributedError on every rank where ranks have drawn other loop counts, before one waits for another."""
         layout = self.layout
-        if layout.tensor_size * layout.pipeline_size == 1 and self.engine.stage < 3:
+        if layout.world_size == 1:
             return
         digest = zlib.crc32(row_depths.no_grad_loops.tobytes() + row_depths.grad_loops.tobytes(), step)
-        bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=layout.device)
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=layout.world_group)
-        largest, smallest = bounds.tolist()
-        if largest != -smallest:
+        own = torch.tensor([digest], dtype=torch.int64, device=layout.device)
+        gathered = [torch.empty_like(own) for _ in range(layout.world_size)]
+        dist.all_gather(gathered, own, group=layout.world_group)
+        digests = torch.cat(gathered).tolist()
+        usual = max(set(digests), key=digests.count)
+        others = [rank for rank, found in enumerate(digests) if found != usual]
+        if others:
+            named = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
             raise DistributedError(
-                f"step {step + 1}: ranks have drawn different loop counts (digest {digest:08x} here): they run "
-                "different configurations, code or numpy versions. Start all of them from one installation and one "
-                "config.yaml"
+                f"step {step + 1}: {len(others)} of {layout.world_size} ranks ({named}) have drawn other loop counts "
+                "than the rest: they run another configuration, code or numpy version. Start all ranks from one "
+                "installation and one config.yaml"
             )
 
     def _depths(self, step: int) -> tuple[Depths, Depths]:

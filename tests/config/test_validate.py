@@ -55,8 +55,8 @@ REFUSALS: list[tuple[str, int | None, tuple[str, ...]]] = [
     ("parallel.tensor=2 model.ffn_width=3073", None, ("model.ffn_width=3073", "3072 or 3074")),
     ("parallel.tensor=2 model.core_ffn_width=3073", None, ("model.core_ffn_width=3073", "3072 or 3074")),
     ("parallel.tensor=2 model.core_width=896", None, ("model.core_num_heads=7", "6 or 8")),
-    ("parallel.tensor=2 model.vocab_size=99 model.vocab_multiple=1", None, ("vocab_multiple=1", "99 padded rows")),
-    ("parallel.tensor=2 parallel.sequence_parallel=true model.context_length=99", None, ("context_length=99",)),
+    ("parallel.tensor=2 model.vocab_size=99 model.vocab_multiple=1", None, ("99 padded", "nearest: 2")),
+    ("parallel.tensor=2 parallel.sequence_parallel=true model.context_length=99", None, ("=99", "98 or 100")),
     ("parallel.tensor=2 model.dropout=0.1", None, ("model.dropout=0.1", "0, since parallel.tensor=2")),
     # pipeline
     ("parallel.pipeline=3", None, ("model.core_layers=2", "parallel.pipeline=3", "parallel.pipeline=2")),
