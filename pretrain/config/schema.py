@@ -272,6 +272,26 @@ class ValidationConfig:
 
 
 @dataclass(kw_only=True)
+class ProbeConfig:
+    """What the recurrent state does from loop to loop, measured during training (docs/readout_blind_spot.md)."""
+
+    every_steps: int | None = 250
+    """null: never. A probe costs about a step of `rows` rows per rank."""
+    rows: int = 2
+    """Validation rows of each data-parallel rank that it runs."""
+    num_loops: int | None = None
+    """Loops that it runs. null: mu."""
+    growth_warning: float = 10.0
+    """Warn where the mean norm of the last state has grown by this factor since the first probe or the last warning."""
+
+    def __post_init__(self) -> None:
+        for key in ("every_steps", "rows", "num_loops"):
+            value = getattr(self, key)
+            require(value is None or value >= 1, f"probe.{key}", value, "an integer >= 1")
+        require(self.growth_warning > 1, "probe.growth_warning", self.growth_warning, "> 1")
+
+
+@dataclass(kw_only=True)
 class CheckpointConfig:
     """Layout-independent checkpoints of weights, optimizer state and the run's position."""
 
@@ -331,6 +351,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 

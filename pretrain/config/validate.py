@@ -155,6 +155,10 @@ def _check_depths(cfg: Config) -> None:
         recurrence.curriculum != "none" or recurrence.curriculum_steps == 0, name + "curriculum_steps",
         recurrence.curriculum_steps, "0, since curriculum=none; linear and one_minus_sqrt ramp mean_loops",
     )  # fmt: skip
+    require(
+        cfg.model.family != "gpt" or cfg.probe.num_loops in (None, 1), "probe.num_loops", cfg.probe.num_loops,
+        "1 or null, since model.family=gpt runs each layer once",
+    )  # fmt: skip
     loops = cfg.validation.num_loops
     require(len(set(loops)) == len(loops), "validation.num_loops", loops, "each loop count once")
     require(

@@ -375,6 +375,14 @@ class LoopedLM(nn.Module):
             yield h, ctx
 
     @torch.no_grad()
+    def observe(
+        self, see: Callable[[int, Tensor, Context], None], tokens: Tensor, num_loops: int, **kwargs: Any
+    ) -> None:
+        """Calls see(t, h_t [B, s, d_h], context) for t = 1 .. num_loops; keywords as in `states`."""
+        for t, (h, ctx) in enumerate(self.states(tokens, num_loops, **kwargs), start=1):
+            see(t, h, ctx)
+
+    @torch.no_grad()
     def logits(self, tokens: Tensor, num_loops: int | None = None, **kwargs: Any) -> Tensor:
         """fp32 logits [B, S, vocab_size] after `num_loops` loops (default: mu); keywords as in `states`."""
         num_loops = num_loops or self.cfg.recurrence.default_loops

@@ -81,6 +81,8 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         self._tensor_group = tensor_group
         self._partitions: dict[Tensor, Partition] = {}
         self._gradient_norm = gradient_norm
+        self.squared_norms: dict[str, Tensor] | None = None
+        """Where not None, `step` adds each parameter's squared gradient norm, of this rank's piece, under its name."""
 
     def bind(self, partitions: Sequence[tuple[str, Partition]]) -> None:
         """Takes the partitions (kind, partition) that DeepSpeed has made, and creates their zero state."""
@@ -108,7 +110,15 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             update = self._muon if group["kind"] == "muon" else self._adamw
             for flat in group["params"]:
+                if self.squared_norms is not None:
+                    self._measure(self.squared_norms, self._partitions[flat], flat.grad)
                 update(group, flat, flat.grad)
+
+    @staticmethod
+    def _measure(norms: dict[str, Tensor], partition: Partition, gradient: Tensor) -> None:
+        for spec, piece in zip(partition.specs, partition.local_pieces, strict=True):
+            own = gradient[piece.flat_start : piece.flat_start + piece.numel]
+            norms[spec.name] = own.square().sum(dtype=torch.float64)
 
     def _adamw(self, group: dict[str, Any], flat: Tensor, gradient: Tensor) -> None:
         state, config = self.state[flat], self._config

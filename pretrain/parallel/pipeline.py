@@ -254,17 +254,28 @@ class CircularPipeline:
         wanted = {t: i for i, t in enumerate(num_loops)}
         results: dict[int, Tensor] = {}
 
-        def chunk(part: Part, t: int, received: Tensor | None) -> Tensor:
-            x = self._pass_on(part, t, t, part.loops.no_grad, received, grad=False)
-            if self.model.stage.last and t + 1 in wanted:
+        def see(part: Part, t: int, h: Tensor) -> None:
+            if t in wanted:
                 labels, ctx = part.batch.labels, part.invariants["ctx"]
                 out = results.setdefault(id(part), torch.zeros(len(num_loops), *labels.shape, device=x.device))
                 values = self.model.look_up_values("coda", part.batch.tokens)
                 out[wanted[t + 1]] = self.model.readout_losses(x[: labels.shape[0]], ctx, values, labels)
             return x
 
-        circular_schedule(self.layout, parts, max(num_loops), chunk, self._shape(parts), self._dtype, backward=False)
+        self.evaluate(parts, max(num_loops), see)
         return [results[id(part)] for part in parts] if self.model.stage.last else None
+    @torch.no_grad()
+    def evaluate(self, parts: list[Part], num_loops: int, see: Callable[[Part, int, Tensor], None]) -> None:
+        """Runs the parts' loops without gradient; the last rank calls see(part, t, h_t [B, s, d_h]) from t = 1 on."""
+
+        def chunk(part: Part, t: int, received: Tensor | None) -> Tensor:
+            x = self._pass_on(part, t, t, part.loops.no_grad, received, grad=False)
+            if self.model.stage.last:
+                see(part, t + 1, x[: part.batch.rows.shape[0]])
+            return x
+
+        circular_schedule(self.layout, parts, num_loops, chunk, self._shape(parts), self._dtype, backward=False)
+
 
     def _shape(self, parts: list[Part]) -> tuple[int, int, int]:
         rows, length = parts[0].batch.rows.shape[0], self.model.cfg.context_length

@@ -31,7 +31,7 @@ from pretrain.parallel.tensor_ops import tensor_ops
 from pretrain.parallel.zero import PARAMETER, ZeroEngine
 from pretrain.planning import checkpoint_bytes
 from pretrain.sampling import DepthSampler
-from pretrain.train.callbacks import Checkpointing, Console, Metrics, Observer, Profiler, Validation, WandbLogger
+from pretrain.train.callbacks import Checkpointing, Console, Metrics, Observer, Probe, Profiler, Validation, WandbLogger
 from pretrain.train.checkpoint.find import find_checkpoint, open_checkpoint
 from pretrain.train.checkpoint.folders import check_disk, checkpoints_folder
 from pretrain.train.checkpoint.placement import Placement
@@ -147,10 +147,12 @@ def _built(cfg: Config, layout: Layout, folder: Path, started_at: float) -> Iter
             loader.load_state_dict(state.data)
         writer = _metrics_writer(cfg, folder, state) if layout.is_main else None
         saver = CheckpointWriter(folder, cfg.checkpoint, dump_config(cfg), ranks, timeout_sec=cfg.parallel.timeout_sec)
+        validation_rows = ValidationRows(cfg, place)
         # In the order of their calls: a row is written before the checkpoint that counts on it.
         callbacks = [
             *(_reports(cfg, layout, folder, writer) if writer is not None else []),
-            Validation(ValidationRows(cfg, place), loader.bos_id),
+            Validation(validation_rows, loader.bos_id),
+            Probe(validation_rows, loader.bos_id, folder),
             Checkpointing(saver, placement, writer),
         ]
         runner = make_runner(cfg, engine, layout, sampler, loader)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import cast
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pretrain.config.schema import Config
 from pretrain.data.documents import IGNORED_LABEL
+from pretrain.model.attention_mask import Context
 from pretrain.model.batch import Loops, MicroBatch
 from pretrain.model.looped import LoopedLM
 from pretrain.model.loss import Totals
@@ -46,6 +47,15 @@ class PipelineRunner(StepRunner):
         parts = [_evaluated(item, max(num_loops)) for item in [*items, *repeat(idle, missing)]]
         losses = self.pipeline.loop_losses(parts, num_loops)
         yield from [] if losses is None else losses[: len(items)]
+
+    def observe(self, item: Inputs, num_loops: int, see: Callable[[int, Tensor, Context], None]) -> None:
+        parts = [_evaluated(item, num_loops) for _ in range(self.layout.pipeline_size)]
+
+        def see_first(part: Part, t: int, h: Tensor) -> None:
+            if part is parts[0]:
+                see(t, h, part.invariants["ctx"])
+
+        self.pipeline.evaluate(parts, num_loops, see_first)
 
 
 def _evaluated(item: Inputs, num_loops: int) -> Part:

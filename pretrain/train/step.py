@@ -6,7 +6,7 @@ Shapes: N rows of the global batch, R rows of this rank, B rows of a micro-batch
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from pretrain.config.loss import LOSS_TERMS
 from pretrain.config.schema import Config
 from pretrain.data.loader import RankBatch
 from pretrain.errors import DistributedError
+from pretrain.model.attention_mask import Context
 from pretrain.model.batch import Loops, MicroBatch
 from pretrain.model.loss import Totals
 from pretrain.model.state import StateKey
@@ -135,6 +136,13 @@ class StepRunner:
                 "loop_losses", item.tokens, item.labels, num_loops,
                 document_ids=item.document_ids, positions=item.positions, segments=item.segments,
             )  # fmt: skip
+
+    def observe(self, item: Inputs, num_loops: int, see: Callable[[int, Tensor, Context], None]) -> None:
+        """see(t, h_t, context) after each loop of an evaluation, on the ranks that hold the readout. Collective."""
+        self.engine(
+            "observe", see, item.tokens, num_loops,
+            document_ids=item.document_ids, positions=item.positions, segments=item.segments,
+        )  # fmt: skip
 
     def reduce(self, sums: Tensor, num_votes: int = 0) -> list[float]:
         """Sums over data-parallel ranks of what the last pipeline stage has; the last `num_votes` over all ranks."""

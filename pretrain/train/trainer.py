@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -45,6 +46,9 @@ class Callback:
 
     def on_validation(self, trainer: Trainer, losses: dict[int, float], sec: float) -> None:
         """After a validation that took `sec` seconds: mean loss per token in nats by loop count."""
+
+    def on_probe(self, trainer: Trainer, row: dict[str, Any]) -> None:
+        """After a probe of the recurrent state: its row of metrics."""
 
     def on_end(self, trainer: Trainer) -> None:
         """Once, after the last step or a stop; not after an exception."""
@@ -91,6 +95,11 @@ class Trainer:
     def is_last_step(self) -> bool:
         """Whether no step follows."""
         return self.state.step >= self.cfg.last_step or self.stop_reason is not None
+
+    def report_probe(self, row: dict[str, Any]) -> None:
+        """Hands a probe's row to every callback."""
+        for callback in self.callbacks:
+            callback.on_probe(self, row)
 
     def report_validation(self, losses: dict[int, float], sec: float) -> None:
         """Hands validation losses to every callback."""

@@ -1,10 +1,11 @@
-"""What hooks into a run: metrics, console, wandb, validation, checkpoints, profiler."""
+"""What hooks into a run: metrics, console, wandb, validation, probe of the state, checkpoints, profiler."""
 
 from pretrain.train.callbacks.checkpointing import Checkpointing
 from pretrain.train.callbacks.console import Console
 from pretrain.train.callbacks.metrics import Metrics, Observer
+from pretrain.train.callbacks.probe import Probe
 from pretrain.train.callbacks.profiler import Profiler
 from pretrain.train.callbacks.validation import Validation
 from pretrain.train.callbacks.wandb_logger import WandbLogger
 
-__all__ = ["Checkpointing", "Console", "Metrics", "Observer", "Profiler", "Validation", "WandbLogger"]
+__all__ = ["Checkpointing", "Console", "Metrics", "Observer", "Probe", "Profiler", "Validation", "WandbLogger"]

@@ -61,6 +61,9 @@ class Metrics(Callback):
         val_loss = {str(t): loss for t, loss in losses.items()}
         self._write({"step": trainer.state.step, "val_loss": val_loss, "val_sec": sec})
 
+    def on_probe(self, trainer: Trainer, row: dict[str, Any]) -> None:
+        self._write(row)
+
     def on_end(self, trainer: Trainer) -> None:
         for observer in self.observers:
             observer.close()
