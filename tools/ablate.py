@@ -30,7 +30,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,16 @@ def read_experiment(path: Path) -> Experiment:
     if not all(isinstance(seed, int) for seed in tree["seeds"]) or len(set(tree["seeds"])) != len(tree["seeds"]):
         raise ConfigError(f"{path}: seeds={tree['seeds']!r}: expected different integers")
     return Experiment(path.parent / tree["config"], tree["reference"], tree["seeds"], tree["loops"], variants)
+
+
+def restricted(experiment: Experiment, only: Sequence[str] | None) -> Experiment:
+    """The experiment with the variants of `only`, and the reference; all of them for None."""
+    if only is None:
+        return experiment
+    if unknown := [name for name in only if name not in experiment.variants]:
+        raise ConfigError(f"--only {unknown[0]}: expected one of {', '.join(experiment.variants)}")
+    kept = {k: v for k, v in experiment.variants.items() if k in only or k == experiment.reference}
+    return replace(experiment, variants=kept)
 
 
 def trials_of(experiment: Experiment, out: Path, extra: Sequence[str]) -> list[Trial]:
@@ -267,10 +277,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("experiment", type=Path, help="file such as configs/ablations/readout.yaml")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs and the report")
     parser.add_argument("--minutes", type=float, help="stop after this time; the same command goes on")
+    parser.add_argument("--only", type=lambda text: text.split(","), metavar="A,B", help="run these variants only")
     parser.add_argument("--list", type=Path, metavar="SWEEP", help="write the runs for launchers/slurm.py --array")
     args, overrides = parser.parse_known_args(arguments)
     try:
-        experiment = read_experiment(args.experiment)
+        experiment = restricted(read_experiment(args.experiment), args.only)
         trials = trials_of(experiment, args.out, overrides)
         if args.list is not None:
             if args.list.exists():

@@ -98,6 +98,9 @@ def test_runs_are_trained_once_measured_and_summed_up(
     page = (out / "report.html").read_text()
     assert "Variants" in page and 'id="norm_by_step"' in page
     assert ablate.main([*arguments, "optimizer.lr=0.5"]) == 2, "other settings need another folder"
+    assert ablate.main([*arguments, "--only", "raw,nothing"]) == 2
+    assert ablate.main([*arguments, "--only", "norm"]) == 0
+    assert json.loads((out / "summary.json").read_text()).keys() == {"norm"}
 
 
 @pytest.mark.parametrize(
