@@ -231,7 +231,7 @@ def write_results(experiment: Experiment, out: Path, records: list[Record]) -> T
     summary = summarise(experiment, records)
     write_text(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     table = table_of(summary)
-    lines = {r["name"]: tuple(zip(*r["norm_by_step"], strict=True)) for r in records if r["norm_by_step"]}
+    lines = {r["name"]: ([s for s, _ in r["norm_by_step"]], [n for _, n in r["norm_by_step"]]) for r in records}
     growth = line_figure(lines, xlabel="step", ylabel="mean norm of the last state", yscale="log")
     bars = new_figure()
     axes = axes_of(bars, ylabel="mean norm at K", yscale="log")

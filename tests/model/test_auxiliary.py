@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pretrain.accounting import StepWork, auxiliary_flops, model_flops
+from pretrain.accounting import StepWork, auxiliary_flops, count_parameters, model_flops, parameter_table
 from pretrain.config.loss import LossConfig, WeightSchedule
 from pretrain.config.model import AuxiliaryConfig
 from pretrain.config.schema import Config, DataConfig, ParallelConfig, TrainConfig
@@ -19,6 +19,7 @@ from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
 from pretrain.model.looped import LoopedLM
 from pretrain.model.loss import Totals
+from pretrain.model.ops import TensorOps
 from pretrain.model.state import StateKey
 from pretrain.model.subspace import readout_directions
 from tests.model.helpers import make_batch, train_loss, train_states
@@ -247,6 +248,18 @@ def test_losses_and_their_parameters_go_together() -> None:
     assert "loss.contrastive=0.0: expected a weight > 0" in refused(LossConfig(schedules=unused), AuxiliaryConfig())
     far = LossConfig(state_prediction=0.1, state_prediction_loops=4)
     assert "backprop_loops=4: expected at least 5" in refused(far, AuxiliaryConfig(state_predictor=True))
+
+
+def test_the_table_of_parameters_knows_the_heads() -> None:
+    model = make_model("parcae")
+    table = parameter_table(model.cfg)
+    assert {n: tuple(p.shape) for n, p in model.named_parameters()} == {n: p.shape for n, p in table.items()}
+    ops = TensorOps()
+    ops.size = 2
+    with torch.device("meta"):
+        sharded = LoopedLM(model.cfg, ops)
+    assert all(p.tensor_partition_dim == table[n].partition_dim for n, p in sharded.named_parameters())
+    assert count_parameters(model.cfg).parts["auxiliary"] == 16 * 16 + 17 + 2 * (64 * 16 + 16)
 
 
 def test_flops_of_the_terms_by_hand() -> None:

@@ -33,12 +33,15 @@ def test_all_of_them_under_zero_3_and_tensor_parallelism(config: Path, tmp_path:
             assert both.column(term) == pytest.approx(alone.column(term), rel=1e-5), (name, term)
 
 
-def test_those_of_one_loop_in_a_pipeline(config: Path, tmp_path: Path) -> None:
+def test_those_of_one_loop_in_a_pipeline_and_with_sequence_parallelism(config: Path, tmp_path: Path) -> None:
     settings = (*COMMON, "model.core_layers=2", "loss.norm_penalty=0.1")
     alone = train(config, tmp_path / "alone", *settings, "train.micro_batch_size=8").check()
-    both = train(
-        config, tmp_path / "pipeline", *settings, "parallel.pipeline=2", "train.micro_batch_size=4", world=2
-    )  # fmt: skip
-    assert_close(both, alone, 1e-5)
-    for term in ("subspace_penalty", "loop_heads", "norm_penalty"):
-        assert both.column(term) == pytest.approx(alone.column(term), rel=1e-5), term
+    layouts = {
+        "pipeline": ("parallel.pipeline=2", "train.micro_batch_size=4"),
+        "sequence": ("parallel.tensor=2", "parallel.sequence_parallel=true", "train.micro_batch_size=8"),
+    }
+    for name, layout in layouts.items():
+        both = train(config, tmp_path / name, *settings, *layout, world=2)
+        assert_close(both, alone, 1e-5)
+        for term in ("subspace_penalty", "loop_heads", "norm_penalty"):
+            assert both.column(term) == pytest.approx(alone.column(term), rel=1e-5), (name, term)
