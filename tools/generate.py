@@ -1,6 +1,7 @@
-"""Sampling of text from a trained model, with the key/value cache of every loop.
+"""Text from a trained model, streamed to the terminal: of a run, a checkpoint or a folder in Hugging Face form.
 
-    python -m tools.generate runs/tiny "The river" --num-loops 8
+    python -m tools.generate runs/tiny --prompt "The river" --num-loops 8
+    python -m tools.generate out/tiny --prompt "The river" --exit-rule kl --exit-threshold 0.001
 
 Shapes: B rows, S tokens so far, V vocabulary.
 """
@@ -9,15 +10,27 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast, TextStreamer
 
+from pretrain.config.load import load_config
+from pretrain.data.manifest import tokenizer_sha256
 from pretrain.errors import ConfigError, PretrainError
+from pretrain.hf.cache_looped import MODES
+from pretrain.hf.configuration_looped import LoopedConfig
+from pretrain.hf.exit_looped import RULES
+from pretrain.hf.modeling_looped import LoopedForCausalLM
 from pretrain.model.cache import LoopCache
 from pretrain.model.looped import LoopedLM
-from tools.loading import Trained, load_model
+from pretrain.train.checkpoint.find import open_checkpoint
+from tools.hf_folder import is_hf_folder, read_folder
+from tools.hf_format import DTYPES, hf_config, hf_tensors
+from tools.loading import Trained, read_parameters, tokenizer_folder
 
 
 @torch.no_grad()
@@ -36,12 +49,7 @@ def generate(
     likely token. A row's draws depend on the seed and its place in the batch. Errors: ConfigError for a negative
     temperature, and where the result would be longer than the model's context.
     """
-    length, context = prompt.shape[1] + max_new_tokens, model.cfg.context_length
-    if length > context:
-        raise ConfigError(
-            f"max_new_tokens={max_new_tokens}: expected at most {context - prompt.shape[1]}, since the prompt has "
-            f"{prompt.shape[1]} tokens and model.context_length={context}"
-        )
+    _check_length(prompt.shape[1], max_new_tokens, model.cfg.context_length)
     if temperature < 0:
         raise ConfigError(f"temperature={temperature}: expected a number >= 0 (0: the most likely token)")
     generator = torch.Generator(prompt.device).manual_seed(seed)
@@ -54,6 +62,14 @@ def generate(
             fed = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
         tokens = torch.cat((tokens, fed), 1)
     return tokens
+
+
+def _check_length(prompt_tokens: int, max_new_tokens: int, context: int) -> None:
+    if prompt_tokens + max_new_tokens > context:
+        raise ConfigError(
+            f"max_new_tokens={max_new_tokens}: expected at most {max(0, context - prompt_tokens)}, since the prompt "
+            f"has {prompt_tokens} tokens and model.context_length={context}"
+        )
 
 
 def continue_text(
@@ -82,31 +98,118 @@ def continue_text(
     return text
 
 
-def main() -> int:
+def load_for_transformers(
+    path: Path, *, dtype: torch.dtype, device: torch.device | str, tokenizer: Path | None = None
+) -> tuple[LoopedForCausalLM, PreTrainedTokenizerFast]:
+    """The model of a run, a checkpoint or a folder in Hugging Face form, for transformers, and its tokenizer.
+
+    No code of a folder is run. Errors: as tools.loading.load_model and tools.hf_folder.read_folder.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path}: expected the folder of a run, of a checkpoint or of an exported model")
+    if is_hf_folder(path):
+        (cfg, tensors), folder = read_folder(path), tokenizer or path
+    else:
+        with open_checkpoint(path) as reader:
+            config = load_config(reader.config_path)
+            cfg, tensors = config.model, read_parameters(config, reader)
+        folder = tokenizer or tokenizer_folder(config)
+    tokenizer_sha256(folder)
+    with torch.device("meta"):
+        model = LoopedForCausalLM(LoopedConfig(**hf_config(cfg)))
+    model.load_state_dict(hf_tensors(cfg, tensors, dtype), assign=True)
+    return model.to(device).eval(), PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def stream(
+    model: LoopedForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompt: str | None,
+    settings: dict[str, Any],
+    seed: int,
+) -> str:
+    """Prints the prompt and its continuation as it comes; returns a line about loops and speed.
+
+    `prompt` None starts a document. `settings` are generate's. Errors: ConfigError for an empty prompt and where the
+    result would be longer than the model's context.
+    """
+    if prompt is not None and not prompt.strip():
+        raise ConfigError("--prompt is empty: expected text; leave it out to start a document")
+    ids = torch.tensor([tokenizer(prompt or "")["input_ids"]], device=model.device)
+    _check_length(ids.shape[1], settings["max_new_tokens"], model.config.context_length)
+    loops: list[Tensor] = []
+    hook = model.register_forward_hook(lambda _, __, output: loops.append(output.exit_loops))
+    torch.manual_seed(seed)
+    started = time.perf_counter()
+    tokens = model.generate(
+        ids, attention_mask=torch.ones_like(ids), streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+        eos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.bos_token_id, **settings,
+    )  # fmt: skip
+    hook.remove()
+    count, sec = tokens.shape[1] - ids.shape[1], time.perf_counter() - started
+    # The first forward reads the prompt; its last position and every later forward give one token each.
+    ran = [float(x[0, -1]) if x is not None else float(settings["num_loops"]) for x in loops]
+    return f"{count} tokens, {sum(ran) / len(ran):.2f} loops per token, {count / sec:.1f} tokens/s"
+
+
+def main(argv: list[str]) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools.generate"
-    )
-    parser.add_argument("path", type=Path, help="folder of a run or of a checkpoint")
-    parser.add_argument("prompt", nargs="?", default="", help="text to go on from (default: the start of a document)")
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools.generate",
+        allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("path", type=Path, metavar="MODEL", help="folder of a run, a checkpoint or an exported model")
+    parser.add_argument("--prompt", help="text to go on from (default: the start of a document)")
+    parser.add_argument("--num-loops", type=int, help="default: the model's mean loops in training")
+    parser.add_argument("--exit-rule", choices=RULES, default="none", help="ends a token's loops early (%(default)s)")
+    parser.add_argument("--exit-threshold", help="a number, or never; needed with an exit rule")
+    parser.add_argument("--cache-mode", choices=MODES, default="full", help="keys and values of all loops, or the last")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="(%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token (%(default)s)")
-    parser.add_argument("--num-loops", type=int, help="default: the run's mean_loops")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (%(default)s)")
-    args = parser.parse_args()
+    parser.add_argument("--dtype", choices=list(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
+    parser.add_argument("--tokenizer", type=Path, help="folder (default: the model's, or that of its data)")
+    args = parser.parse_args(argv)
+    cuda = torch.cuda.is_available()
     try:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        print(
-            continue_text(
-                load_model(args.path, device=device), args.prompt, args.max_new_tokens,
-                temperature=args.temperature, num_loops=args.num_loops, seed=args.seed,
-            )
-        )  # fmt: skip
+        dtype = DTYPES[args.dtype or ("bf16" if cuda else "fp32")]
+        settings = _settings(args)
+        model, tokenizer = load_for_transformers(
+            args.path, dtype=dtype, device="cuda" if cuda else "cpu", tokenizer=args.tokenizer
+        )
+        model.config.cache_mode = args.cache_mode
+        settings["num_loops"] = args.num_loops or model.config.num_loops
+        print(stream(model, tokenizer, args.prompt, settings, args.seed), file=sys.stderr)
     except PretrainError as error:
         print(f"generate: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """generate's arguments, checked before the model is read."""
+    if args.num_loops is not None and args.num_loops < 1:
+        raise ConfigError(f"--num-loops {args.num_loops}: expected an integer >= 1")
+    if args.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens {args.max_new_tokens}: expected an integer >= 1")
+    if args.temperature < 0:
+        raise ConfigError(f"--temperature {args.temperature}: expected a number >= 0 (0: the most likely token)")
+    threshold = args.exit_threshold
+    if (args.exit_rule == "none") != (threshold is None):
+        raise ConfigError(
+            f"--exit-threshold {threshold} with --exit-rule {args.exit_rule}: expected both, or none of them"
+        )
+    if threshold not in (None, "never"):
+        try:
+            threshold = float(threshold)
+        except ValueError:
+            raise ConfigError(f"--exit-threshold {threshold}: expected a number, or never") from None
+    drawn = args.temperature > 0
+    return {
+        "max_new_tokens": args.max_new_tokens, "do_sample": drawn, "exit_rule": args.exit_rule,
+        "exit_threshold": threshold, **({"temperature": args.temperature, "top_k": 0} if drawn else {}),
+    }  # fmt: skip
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from pretrain.config.load import load_config
@@ -39,15 +40,18 @@ def load_model(
     """
     with open_checkpoint(Path(path)) as reader:
         config, step = load_config(reader.config_path), reader.step
-        model = _model(config, reader)
+        tensors = read_parameters(config, reader)
+    with torch.device("meta"):
+        model = LoopedLM(config.model)
+    model.load_state_dict(tensors, strict=True, assign=True)
     model.compute_dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-    folder = _tokenizer_folder(config) if tokenizer is None else Path(tokenizer)
+    folder = tokenizer_folder(config) if tokenizer is None else Path(tokenizer)
     tokenizer_sha256(folder)
     return Trained(model.to(device).eval(), PreTrainedTokenizerFast.from_pretrained(folder), config, step)
 
 
-def _model(config: Config, reader: CheckpointReader) -> LoopedLM:
-    """The checkpoint's weights in a whole model on the CPU."""
+def read_parameters(config: Config, reader: CheckpointReader) -> dict[str, Tensor]:
+    """The checkpoint's weights, whole, on the CPU."""
     saved = {name: torch.Size(reader.shape(name)) for name in reader.names()}
     expected = parameter_shapes(config.model)
     if saved != expected:
@@ -56,12 +60,10 @@ def _model(config: Config, reader: CheckpointReader) -> LoopedLM:
             f"{reader.folder}: its tensors are not those that its config.yaml means now (first: {differing[0]}); the "
             "version that wrote it can read it"
         )
-    with torch.device("meta"):
-        model = LoopedLM(config.model)
-    model.load_state_dict({name: reader.read(name) for name in saved}, strict=True, assign=True)
-    return model
+    return {name: reader.read(name) for name in saved}
 
 
-def _tokenizer_folder(config: Config) -> Path:
+def tokenizer_folder(config: Config) -> Path:
+    """The tokenizer of the run's first data set."""
     data = Path(config.data.all_sources[0].path)
     return data / read_manifest(data, shards_are_local=False).tokenizer.path

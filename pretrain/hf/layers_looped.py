@@ -67,6 +67,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 class LoopedAttention(nn.Module):
     """Causal attention whose queries may come from another tensor than its keys and values."""
 
+    # None in models and layers that have no use for them; what uses one runs only where it exists.
+    query_bias: Any
+    key_bias: Any
+    value_table: Any
+    value_gate: Any
+
     def __init__(self, config: LoopedConfig, part: str, index: int) -> None:
         super().__init__()
         width, heads, kv_heads, _ = config.sizes_of(part)
@@ -103,7 +109,7 @@ class LoopedAttention(nn.Module):
         v = self.value(x).unflatten(-1, (-1, self.channels))
         if self.query_bias is not None:
             q, k = q + self.query_bias[:, None].to(q.dtype), k + self.key_bias[:, None].to(k.dtype)
-        if ctx.cos is not None:
+        if ctx.cos is not None and ctx.sin is not None:
             q, k = rotate(q, ctx.cos, ctx.sin, self.layout), rotate(k, ctx.cos, ctx.sin, self.layout)
         if self.norm_eps is not None:
             q, k = (F.rms_norm(z, (self.channels,), None, self.norm_eps) for z in (q, k))
@@ -180,10 +186,13 @@ class LoopedDrive(nn.Module):
 class LoopedInjection(nn.Module):
     """How e and the last state enter a loop."""
 
+    input: Any
+    state: Any
+
     def __init__(self, config: LoopedConfig) -> None:
         super().__init__()
         self.kind, width = config.injection, config.core_width
-        self.input: Any = nn.Identity()
+        self.input = nn.Identity()
         if self.kind == "diagonal":
             self.input = LoopedDrive(config)
         elif self.kind == "concat":

@@ -57,6 +57,12 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):
     are in the configuration.
     """
 
+    config: LoopedConfig
+    # None in models that have no use for them.
+    position_embedding: Any
+    final_norm: Any
+    head: Any
+
     config_class = LoopedConfig
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
@@ -90,7 +96,7 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):
         """The token embedding."""
         return self.embedding
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: Any) -> None:
         """Replaces the token embedding."""
         self.embedding = value
 
@@ -356,6 +362,7 @@ class Loops:
             y = self.model.decode(h, self.ctx, self.coda_values, "readout", loop, self.running)
             logits = self.model.read_out(y)
         if self.exits is not None:
+            assert self.running is not None and self.exit_loops is not None
             self.running = self.running & ~self.exits.exits(h, logits)
             if not self.running.any():
                 return False

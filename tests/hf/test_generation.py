@@ -39,17 +39,17 @@ def test_decoding_in_pieces_is_the_whole_forward(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_greedy_batch_is_each_alone_with_cache_and_without(family: str) -> None:
-    """Three prompts of different lengths, padded on the left; 64 tokens."""
+    """Three prompts of different lengths, padded on the left. fresh.py does the same with trained models."""
     exported, prompts = model(family), [tokens(1, n, seed=n) for n in (3, 9, 6)]
     padded = torch.cat([torch.nn.functional.pad(p, (9 - p.shape[1], 0), value=2) for p in prompts])
     mask = torch.stack([torch.arange(9) >= 9 - p.shape[1] for p in prompts]).long()
-    settings = GREEDY | {"max_new_tokens": 64, "num_loops": 2}
+    settings = GREEDY | {"max_new_tokens": 24, "num_loops": 2}
     together = exported.generate(padded, attention_mask=mask, **settings)
     for row, prompt in zip(together, prompts, strict=True):
         alone = exported.generate(prompt, **settings)
         assert torch.equal(row[9:], alone[0, prompt.shape[1] :])
-    without = exported.generate(padded, attention_mask=mask, use_cache=False, **settings | {"max_new_tokens": 20})
-    assert torch.equal(without, together[:, :29])
+    without = exported.generate(padded, attention_mask=mask, use_cache=False, **settings)
+    assert torch.equal(without, together)
 
 
 @pytest.mark.parametrize("family", ["parcae", "flt", "blindspot"])
