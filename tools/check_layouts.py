@@ -136,7 +136,7 @@ def train(cfg: Config, layout: Layout, num_steps: int) -> Trace:
     runner = make_runner(cfg, engine, layout, sampler, rows)
     losses, norms = [], []
     for step in range(num_steps):
-        report = runner.run(step, rows.batch(step), train=True, stop_vote=False)
+        report = runner.run(step, rows.batch(step))
         losses.append(report.terms["loss"])
         norms.append(report.grad_norm or 0.0)
     weights = {name: tensor.clone() for name, key, tensor in engine.saved_tensors() if key == "parameter"}

@@ -41,6 +41,7 @@ RESUME_KEYS: dict[str, tuple[Rule, str]] = {
     "train.skip_steps": ("free", "steps that are still to come"),
     "train.max_hours": ("free", "when this process stops"),
     "train.max_skipped_in_a_row": ("free", "when this process stops"),
+    "guards": ("free", "what is done about later steps"),
     "parallel": ("free", "checkpoints do not depend on the layout; the result differs by rounding"),
     "zero": ("free", "checkpoints do not depend on the layout; the result differs by rounding"),
     "validation": ("free", "measured, not trained on"),

@@ -191,7 +191,7 @@ class TrainConfig:
     max_hours: float | None = None
     """Wall-clock budget after which the run saves and stops. null: none."""
     max_skipped_in_a_row: int = 5
-    """Non-finite steps in a row that end the run."""
+    """Steps in a row without an update (loss or gradient not finite, or a spike: guards.on_spike) that end the run."""
 
     def __post_init__(self) -> None:
         for key in ("max_steps", "max_tokens", "stop_step", "global_batch_size", "micro_batch_size"):
@@ -213,6 +213,35 @@ class TrainConfig:
 
 
 @dataclass(kw_only=True)
+class GuardsConfig:
+    """What is done about losses that jump, and about steps that do not end (docs/operations.md)."""
+
+    on_spike: Literal["none", "skip", "rewind"] = "none"
+    """What a spike of the loss leads to. skip: the step leaves the weights alone; rewind: weights and optimizer go back
+    to an earlier checkpoint, and the batches since then are left out."""
+    spike_window_steps: int = 128
+    """Losses of updates before it that a loss is compared with; not before there are so many."""
+    spike_sigma: float = 6.0
+    """A spike is this many standard deviations of the window above its mean."""
+    rewind_steps: int = 100
+    """A rewind goes back at least so many steps, to the newest checkpoint at a multiple of checkpoint.every_steps."""
+    max_rewinds: int = 10
+    """Of a run; the next one ends it."""
+    step_sec: float | None = 600.0
+    """A step that takes longer hangs: every rank shows its threads and ends. null: no limit."""
+    first_step_sec: float | None = 1_800.0
+    """The same for whatever else happens: start, first step, validation, checkpoint, end. null: no limit."""
+
+    def __post_init__(self) -> None:
+        for key, least in (("spike_window_steps", 2), ("rewind_steps", 1), ("max_rewinds", 0)):
+            require(getattr(self, key) >= least, f"guards.{key}", getattr(self, key), f"an integer >= {least}")
+        require(self.spike_sigma > 0, "guards.spike_sigma", self.spike_sigma, "> 0")
+        for key in ("step_sec", "first_step_sec"):
+            value = getattr(self, key)
+            require(value is None or value > 0, f"guards.{key}", value, "> 0, or null")
+
+
+@dataclass(kw_only=True)
 class ParallelConfig:
     """World size = tensor x pipeline x data; the data size follows from the number of processes."""
 
@@ -222,13 +251,16 @@ class ParallelConfig:
     """Ranks that share the core's layers; every loop passes all of them."""
     sequence_parallel: bool = False
     """Shard the sequence between the matrix products of tensor-parallel layers."""
-    timeout_sec: float = 1_800.0
-    """Bound of a collective."""
+    rendezvous_sec: float = 300.0
+    """How long processes wait for each other at the start."""
+    timeout_sec: float = 900.0
+    """Bound of a collective; above guards.step_sec, whose message shows where every rank stands."""
 
     def __post_init__(self) -> None:
         for key in ("tensor", "pipeline"):
             require(getattr(self, key) >= 1, f"parallel.{key}", getattr(self, key), "an integer >= 1")
-        require(self.timeout_sec > 0, "parallel.timeout_sec", self.timeout_sec, "> 0")
+        for key in ("rendezvous_sec", "timeout_sec"):
+            require(getattr(self, key) > 0, f"parallel.{key}", getattr(self, key), "> 0")
         require(
             self.tensor > 1 or not self.sequence_parallel, "parallel.sequence_parallel", True,
             f"false, or parallel.tensor > 1 (it is {self.tensor})",
@@ -348,6 +380,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=lambda: TrainConfig(max_steps=1_000))
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)

@@ -28,6 +28,7 @@ def validate(cfg: Config, world_size: int | None) -> None:
     _check_zero(cfg)
     _check_compile(cfg)
     _check_checkpoints(cfg)
+    _check_rewind(cfg)
     if world_size is not None:
         _check_batch(cfg.train, cfg.parallel.tensor, cfg.parallel.pipeline, world_size)
 
@@ -94,7 +95,6 @@ def _check_family(cfg: Config) -> None:
     )  # fmt: skip
 
 
-def _family_value(family: str, key: str) -> str:
 def _check_loss(cfg: Config) -> None:
     """Weights go with their parameters and settings; terms that tie loops together need loops, on one rank."""
     loss, auxiliary, parallel = cfg.loss, cfg.model.auxiliary, cfg.parallel
@@ -136,6 +136,7 @@ def _check_loss(cfg: Config) -> None:
         )  # fmt: skip
 
 
+def _family_value(family: str, key: str) -> str:
     default = getattr(RecurrenceConfig(), key)
     value: str = FAMILIES[family]["recurrence"].get(key, default)
     return value
@@ -274,6 +275,23 @@ def _check_checkpoints(cfg: Config) -> None:
             f"a multiple of checkpoint.every_steps={every}, or null" if every else
             "null, since checkpoint.every_steps=null saves at the end only",
         )  # fmt: skip
+
+
+def _check_rewind(cfg: Config) -> None:
+    if cfg.guards.on_spike != "rewind":
+        return
+    every, keep, steps = cfg.checkpoint.every_steps, cfg.checkpoint.keep_last, cfg.guards.rewind_steps
+    require(
+        every is not None, "checkpoint.every_steps", every,
+        "a number of steps, since guards.on_spike=rewind goes back to such a checkpoint",
+    )  # fmt: skip
+    assert every is not None
+    reach = (keep - 1) * every + 1  # at the step after a save, the oldest is so far back
+    require(
+        steps <= reach, "guards.rewind_steps", steps,
+        f"at most {reach}, so far back as checkpoint.keep_last={keep} and checkpoint.every_steps={every} always reach; "
+        f"or checkpoint.keep_last={-(-(steps - 1) // every) + 1}",
+    )  # fmt: skip
 
 
 def _check_batch(train: TrainConfig, tensor: int, pipeline: int, world_size: int) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import signal
 import threading
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SHOW_THREADS = signal.SIGRTMIN + 1
+"""Makes a loader process write to stderr where its threads are, whatever they do. No scheduler sends it."""
 
 
 def set_up_worker(worker: int) -> None:
@@ -25,6 +28,7 @@ def set_up_worker(worker: int) -> None:
         os._exit(1)
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    faulthandler.register(SHOW_THREADS, file=2)
     # Threads started from here on inherit the mask, so that the signal waits for the one that asks who sent it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_on_parents_word, args=(parent.pid,), daemon=True).start()

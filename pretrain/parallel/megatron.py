@@ -82,11 +82,14 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def initialize(tensor: int, pipeline: int, sequence_parallel: bool, timeout_sec: float) -> Layout:
+def initialize(
+    tensor: int, pipeline: int, sequence_parallel: bool, timeout_sec: float, *, rendezvous_sec: float = 300.0
+) -> Layout:
     """Creates every process group (NCCL with CUDA, else gloo) and returns this process's layout. Collective over all.
 
-    Calls `ensure_environment` first. `timeout_sec` bounds each collective (model-parallel groups: rounded up to
-    whole minutes, megatron-core's unit). Errors: ConfigError where the world is no multiple of tensor x pipeline.
+    Calls `ensure_environment` first. `rendezvous_sec` bounds the wait for all processes to come, `timeout_sec` each
+    collective (model-parallel groups: rounded up to whole minutes, megatron-core's unit). Errors: ConfigError where the
+    world is no multiple of tensor x pipeline.
     """
     ensure_environment()
     world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
@@ -106,8 +109,11 @@ def initialize(tensor: int, pipeline: int, sequence_parallel: bool, timeout_sec:
         # Another layout of the same processes: tools/check_layouts.py compares many.
         parallel_state.destroy_model_parallel()
     else:
+        store, rank, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=rendezvous_sec)))
+        store.set_timeout(timedelta(seconds=timeout_sec))
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
+            store=store, rank=rank, world_size=world_size,
             timeout=timedelta(seconds=timeout_sec),
             # Binding the device connects at once, which names a rank that is missing; a single rank has no peer.
             device_id=device if device.type == "cuda" and world_size > 1 else None,

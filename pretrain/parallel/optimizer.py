@@ -83,6 +83,8 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         self._gradient_norm = gradient_norm
         self.squared_norms: dict[str, Tensor] | None = None
         """Where not None, `step` adds each parameter's squared gradient norm, of this rank's piece, under its name."""
+        self.discard = False
+        """Whether `step` leaves weights and state as they are."""
 
     def bind(self, partitions: Sequence[tuple[str, Partition]]) -> None:
         """Takes the partitions (kind, partition) that DeepSpeed has made, and creates their zero state."""
@@ -107,7 +109,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
 
         Collective over the data-parallel group (and the tensor-parallel one) for Muon's partitions.
         """
-        for group in self.param_groups:
+        for group in [] if self.discard else self.param_groups:
             update = self._muon if group["kind"] == "muon" else self._adamw
             for flat in group["params"]:
                 if self.squared_norms is not None:

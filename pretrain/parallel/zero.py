@@ -222,9 +222,13 @@ class ZeroEngine:
         """
         self._engine.backward(self.scale_loss(loss))
 
-    def step(self, hyperparameters: Hyperparameters) -> StepResult:
-        """One update from the gradients accumulated since the last, or none at all. Collective over all ranks."""
+    def step(self, hyperparameters: Hyperparameters, *, discard: bool = False) -> StepResult:
+        """One update from the gradients accumulated since the last, or none at all. Collective over all ranks.
+
+        `discard`, equal on all ranks: the gradients are measured and dropped, and no update is made.
+        """
         self._optimizer.set_hyperparameters(hyperparameters)
+        self._optimizer.discard = discard
         self._engine.step()
         if self.stage == 3:
             # A parameter without a gradient in the next step would otherwise be given this step's again.

@@ -31,7 +31,17 @@ from pretrain.parallel.tensor_ops import tensor_ops
 from pretrain.parallel.zero import PARAMETER, ZeroEngine
 from pretrain.planning import checkpoint_bytes
 from pretrain.sampling import DepthSampler
-from pretrain.train.callbacks import Checkpointing, Console, Metrics, Observer, Probe, Profiler, Validation, WandbLogger
+from pretrain.train.callbacks import (
+    Checkpointing,
+    Console,
+    Metrics,
+    Observer,
+    Probe,
+    Profiler,
+    Rewind,
+    Validation,
+    WandbLogger,
+)
 from pretrain.train.checkpoint.find import find_checkpoint, open_checkpoint
 from pretrain.train.checkpoint.folders import check_disk, checkpoints_folder
 from pretrain.train.checkpoint.placement import Placement
@@ -46,6 +56,7 @@ from pretrain.train.signals import StopSignals
 from pretrain.train.state import TrainState
 from pretrain.train.summary import summary
 from pretrain.train.trainer import Callback, Trainer
+from pretrain.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -66,16 +77,18 @@ def run_training(cfg: Config, started_at: float) -> int:
     `started_at`: time.monotonic() of the start of the process.
     """
     _set_numerics(cfg)
-    layout = _initialize(cfg)
-    folder = run_folder(cfg)
-    if layout.is_main:
-        add_log_file(folder / "log.txt")
-    with _built(cfg, layout, folder, started_at) as trainer:
-        stop_signals = StopSignals()
-        stop_signals.install()  # until here there is nothing to save: a signal just ends the process
-        trainer.stop_requested = stop_signals.stop_requested
-        trainer.fit()
-    megatron.shutdown()
+    with Watchdog(cfg.guards) as watchdog:
+        watchdog.expect("the start, before the first step,")
+        layout = _initialize(cfg)
+        folder = run_folder(cfg)
+        if layout.is_main:
+            add_log_file(folder / "log.txt")
+        with _built(cfg, layout, folder, started_at, watchdog) as trainer:
+            stop_signals = StopSignals()
+            stop_signals.install()  # until here there is nothing to save: a signal just ends the process
+            trainer.stop_requested = stop_signals.stop_requested
+            trainer.fit()
+        megatron.shutdown()
     return 0 if trainer.state.step >= cfg.last_step else STOPPED_EXIT_CODE
 
 
@@ -92,12 +105,14 @@ def _initialize(cfg: Config) -> Layout:
     parallel = cfg.parallel
     try:
         return megatron.initialize(
-            parallel.tensor, parallel.pipeline, parallel.sequence_parallel, parallel.timeout_sec
-        )
+            parallel.tensor, parallel.pipeline, parallel.sequence_parallel, parallel.timeout_sec,
+            rendezvous_sec=parallel.rendezvous_sec,
+        )  # fmt: skip
     except dist.DistError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise DistributedError(
-            f"the processes could not meet at {address} (MASTER_ADDR:MASTER_PORT): {error}. If another run uses that "
+            f"the processes could not meet at {address} (MASTER_ADDR:MASTER_PORT) within parallel.rendezvous_sec="
+            f"{parallel.rendezvous_sec:g} s: {error}. If another run uses that "
             "port, choose another one (--master_port of deepspeed and torchrun, or MASTER_PORT); else see whether all "
             "processes were started and can reach that address"
         ) from error
@@ -121,7 +136,9 @@ def build_model(cfg: Config, layout: Layout) -> LoopedLM:
 
 
 @contextlib.contextmanager
-def _built(cfg: Config, layout: Layout, folder: Path, started_at: float) -> Iterator[Trainer]:
+def _built(
+    cfg: Config, layout: Layout, folder: Path, started_at: float, watchdog: Watchdog
+) -> Iterator[Trainer]:
     """The trainer, with the state it goes on from; closed at the end, also after an exception (no collective then)."""
     ranks = Ranks.of()
     reader = find_checkpoint(folder, cfg.run, ranks)
@@ -150,13 +167,16 @@ def _built(cfg: Config, layout: Layout, folder: Path, started_at: float) -> Iter
         validation_rows = ValidationRows(cfg, place)
         # In the order of their calls: a row is written before the checkpoint that counts on it.
         callbacks = [
+            Rewind(folder, ranks, saver, placement),
             *(_reports(cfg, layout, folder, writer) if writer is not None else []),
             Validation(validation_rows, loader.bos_id),
             Probe(validation_rows, loader.bos_id, folder),
             Checkpointing(saver, placement, writer),
         ]
         runner = make_runner(cfg, engine, layout, sampler, loader)
-        yield Trainer(cfg, layout, engine, loader, runner, state, callbacks, started_at)
+        yield Trainer(
+            cfg, layout, engine, loader, runner, state, callbacks, started_at, watchdog, lambda: saver.failed
+        )
 
 
 def _reads(cfg: Config, model: LoopedLM) -> bool:

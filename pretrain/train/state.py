@@ -9,6 +9,8 @@ from typing import Any
 
 from pretrain.errors import CheckpointError
 
+_KINDS = {int: "an integer >= 0", dict: "an object", list: "a list"}
+
 
 @dataclass(kw_only=True)
 class TrainState:
@@ -23,17 +25,20 @@ class TrainState:
     tokens: int = 0
     """Positions read in these steps."""
     skipped_steps: int = 0
-    """Steps without an update, because a loss or gradient was not finite."""
+    """Steps whose update is not in the weights: a loss or gradient was not finite, or the loss was a spike, or a rewind
+    undid it."""
     skipped_in_a_row: int = 0
-    """The last of them without a good step in between."""
+    """The last of them without a good step, or a rewind, in between."""
     adamw_steps: int = 0
     """Updates that AdamW's moments have seen."""
     sampler: dict[str, Any] = field(default_factory=dict)
     """DepthSampler.state_dict()."""
     data: dict[str, Any] = field(default_factory=dict)
     """The loader's position."""
-    callbacks: dict[str, Any] = field(default_factory=dict)
-    """State of callbacks that have any, by their name."""
+    recent_losses: list[float] = field(default_factory=list)
+    """Of the last steps that updated the weights; guards.spike_window_steps at most."""
+    rewinds: list[list[int]] = field(default_factory=list)
+    """[from, to] of each rewind: weights and optimizer of step `from` stood in for those of step `to`."""
 
     def advance(self, tokens: int, *, skipped: bool) -> None:
         """Counts one step over `tokens` positions."""
@@ -41,6 +46,14 @@ class TrainState:
         self.tokens += tokens
         self.skipped_steps += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+
+    def go_on_from(self, saved: TrainState) -> None:
+        """Counts a rewind: the weights are those of `saved` now, while step and position in the data stay."""
+        self.rewinds = [*self.rewinds, [saved.step, self.step]]
+        self.skipped_steps = saved.skipped_steps + self.step - saved.step
+        self.skipped_in_a_row = 0
+        self.adamw_steps = saved.adamw_steps
+        self.recent_losses = saved.recent_losses
 
     def to_json(self) -> str:
         """The text of state.json."""
@@ -69,6 +82,6 @@ class TrainState:
             value = data[name]
             if type(value) is not kind or (kind is int and value < 0):
                 raise CheckpointError(
-                    f"{where}: {name} is {value!r}, expected {'an integer >= 0' if kind is int else 'an object'}"
+                    f"{where}: {name} is {value!r}, expected {_KINDS[kind]}"
                 )
         return cls(**data)

@@ -5,10 +5,11 @@ Shapes: N rows of the global batch, R rows of this rank, B rows of a micro-batch
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -43,6 +44,15 @@ class Work:
     plan: LoopPlan
 
 
+class Votes(NamedTuple):
+    """What ranks want once the step is done; over all ranks, how many want it."""
+
+    stop: int = 0
+    """End the run after this step."""
+    save_failed: int = 0
+    """A save in the background has failed: it is to be looked at."""
+
+
 @dataclass(frozen=True)
 class StepReport:
     """What a step did, the same on all ranks."""
@@ -56,6 +66,8 @@ class StepReport:
     """False where the batch was only read."""
     skipped: bool
     """A loss or gradient was not finite: no update."""
+    spike: bool
+    """The loss was finite and not accepted: no update."""
     hyperparameters: Hyperparameters
     work: StepWork
     """Loops of all rows, for the accounting."""
@@ -65,8 +77,7 @@ class StepReport:
     executed_row_passes: float
     """Rows sent through the core, over all ranks."""
     needed_row_passes: float
-    stop_votes: int
-    """Ranks that asked to stop after this step."""
+    votes: Votes
 
 
 class RowShares(Protocol):
@@ -91,24 +102,35 @@ class StepRunner:
         self.cfg, self.engine, self.layout, self.sampler = cfg, engine, layout, sampler
         self.rank_positions, self.bos_id = list(loader.all_positions), loader.bos_id
 
-    def run(self, step: int, rank_batch: RankBatch, *, train: bool, stop_vote: bool) -> StepReport:
+    def run(
+        self,
+        step: int,
+        rank_batch: RankBatch,
+        *,
+        train: bool = True,
+        accepts: Callable[[float], bool] = lambda loss: True,
+        votes: Callable[[], Votes] = Votes,
+    ) -> StepReport:
         """Step `step` (0-based: the optimizer steps done before) on this rank's rows. Collective over all ranks.
 
-        `train` False leaves the weights alone. `stop_vote` is summed over ranks, in the same collective as the loss.
+        `train` False leaves the weights alone. So does `accepts`, asked about a finite loss of the global batch before
+        the update; it must answer alike on all ranks. `votes`, asked as late as possible, are summed over ranks in the
+        same collective as the loss.
         """
         values = hyperparameters(self.cfg.optimizer, self.cfg.schedule, step, self.cfg.total_steps)
         depths, row_depths = self._depths(step)
         self._agree(step, row_depths)
         work = self._work(rank_batch, depths, row_depths) if train else []
         totals = Totals(self._global_tokens(rank_batch), self.cfg.train.global_batch_size)
-        sums = torch.zeros(len(TERMS) + 3, device=self.layout.device, dtype=torch.float64)
-        sums[-1] = float(stop_vote)
+        sums = torch.zeros(len(TERMS) + 4, device=self.layout.device, dtype=torch.float64)
         for name, value in self._accumulate(work, step, totals).items():
             sums[TERMS.index(name)] = value
-        sums[-3] = sum(item.plan.executed_row_passes for item in work)
-        sums[-2] = sum(item.plan.needed_row_passes for item in work)
-        result = self.engine.step(values) if train else None
-        reduced = self.reduce(sums, num_votes=1)
+        sums[-4] = sum(item.plan.executed_row_passes for item in work)
+        sums[-3] = sum(item.plan.needed_row_passes for item in work)
+        sums[-2], sums[-1] = votes()
+        reduced = self.reduce(sums, num_votes=2)
+        spike = train and math.isfinite(reduced[0]) and not accepts(reduced[0])
+        result = self.engine.step(values, discard=spike) if train else None
         counted = row_depths if train else row_depths.rows([])
         return StepReport(
             step=step + 1,
@@ -116,6 +138,7 @@ class StepRunner:
             grad_norm=None if result is None else result.grad_norm,
             trained=train,
             skipped=result is not None and result.skipped,
+            spike=spike,
             hyperparameters=values,
             work=StepWork.of(
                 counted.no_grad_loops, counted.grad_loops, self.cfg.loss.objective,
@@ -124,9 +147,9 @@ class StepRunner:
             num_loops_mean=float(row_depths.num_loops.mean()),
             no_grad_loops_mean=float(row_depths.no_grad_loops.mean()),
             grad_loops_mean=float(row_depths.grad_loops.mean()),
-            executed_row_passes=reduced[-3],
-            needed_row_passes=reduced[-2],
-            stop_votes=round(reduced[-1]),
+            executed_row_passes=reduced[-4],
+            needed_row_passes=reduced[-3],
+            votes=Votes(round(reduced[-2]), round(reduced[-1])),
         )
 
     def loop_losses(self, items: list[Inputs], num_loops: Sequence[int]) -> Iterator[Tensor]:

@@ -15,8 +15,10 @@ from pretrain.data.loader import TrainLoader
 from pretrain.errors import DistributedError, TrainingError
 from pretrain.parallel.megatron import Layout
 from pretrain.parallel.zero import ZeroEngine
+from pretrain.train.spikes import is_spike
 from pretrain.train.state import TrainState
-from pretrain.train.step import StepReport, StepRunner
+from pretrain.train.step import StepReport, StepRunner, Votes
+from pretrain.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ class Callback:
     """Hooks of a run, called in the order of the trainer's list.
 
     A callback whose hooks are collective is in the list of every rank; those that only report are on the main rank
-    alone. An exception in a hook ends the run; no hook is called after one.
+    alone. An exception in a hook ends the run; no hook is called after one. `on_end` is called in reverse order.
     """
 
     def on_start(self, trainer: Trainer) -> None:
@@ -67,9 +69,13 @@ class Trainer:
     callbacks: Sequence[Callback]
     started_at: float
     """time.monotonic() of the start of the process: train.max_hours counts from there."""
+    watchdog: Watchdog
+    save_failed: Callable[[], bool]
+    """Polled on every rank in each step: whether a save in the background is known to have failed there."""
     stop_requested: Callable[[], str | None] = lambda: None
-    """Polled on every rank before each step; a reason on any rank stops all after that step."""
+    """Polled on every rank in each step; a reason on any rank stops all after that step."""
     stop_reason: str | None = None
+    _own_reason: str | None = None
 
     def fit(self) -> None:
         """Trains until the last step, a stop request, or too many non-finite steps in a row (TrainingError).
@@ -79,12 +85,17 @@ class Trainer:
         try:
             for callback in self.callbacks:
                 callback.on_start(self)
+            first = self.state.step + 1
             while not self.is_last_step:
+                number = self.state.step + 1
+                self.watchdog.expect(f"step {number}", "first_step_sec" if number == first else "step_sec")
                 report, timing = self._step()
+                self.watchdog.expect(f"what follows step {number} (validation, checkpoint)")
                 for callback in self.callbacks:
                     callback.on_step(self, report, timing)
                 self._guard(report)
-            for callback in self.callbacks:
+            self.watchdog.expect("the end of the run")
+            for callback in reversed(self.callbacks):
                 callback.on_end(self)
         except Exception as error:
             failure = _as_lost_contact(error) or error
@@ -110,15 +121,26 @@ class Trainer:
         begin = time.perf_counter()
         rank_batch = next(self.loader)
         wait = time.perf_counter() - begin
-        step, own_reason = self.state.step, self._own_stop_reason()
+        step, guards = self.state.step, self.cfg.guards
         train = step + 1 not in self.cfg.train.skip_steps
-        report = self.runner.run(step, rank_batch, train=train, stop_vote=own_reason is not None)
-        self.state.advance(self.cfg.tokens_per_step, skipped=report.skipped)
-        if report.stop_votes:
-            self.stop_reason = own_reason or "asked for by another rank"
+        report = self.runner.run(step, rank_batch, train=train, accepts=self._accepts, votes=self._votes)
+        updated = report.trained and not (report.skipped or report.spike)
+        self.state.advance(self.cfg.tokens_per_step, skipped=report.trained and not updated)
+        if updated and guards.on_spike != "none":
+            losses = [*self.state.recent_losses, report.terms["loss"]]
+            self.state.recent_losses = losses[-guards.spike_window_steps :]
+        if report.votes.stop:
+            self.stop_reason = self._own_reason or "asked for by another rank"
         return report, Timing(wait, time.perf_counter() - begin)
 
-    def _own_stop_reason(self) -> str | None:
+    def _accepts(self, loss: float) -> bool:
+        return self.cfg.guards.on_spike == "none" or not is_spike(loss, self.state.recent_losses, self.cfg.guards)
+
+    def _votes(self) -> Votes:
+        self._own_reason = self._stop_reason_here()
+        return Votes(stop=self._own_reason is not None, save_failed=self.save_failed())
+
+    def _stop_reason_here(self) -> str | None:
         limit = self.cfg.train.max_hours
         if limit is not None and time.monotonic() - self.started_at >= limit * 3600:
             return f"train.max_hours={limit:g} is over"
@@ -127,20 +149,19 @@ class Trainer:
     def _guard(self, report: StepReport) -> None:
         if not report.trained:
             log.info("step %d: its batch was read and not trained on (train.skip_steps)", report.step)
-        if not report.skipped:
-            return
         in_a_row, limit = self.state.skipped_in_a_row, self.cfg.train.max_skipped_in_a_row
-        if self.layout.is_main:
+        if in_a_row and report.trained and self.layout.is_main:
             log.warning(
-                "step %d: loss %s, gradient norm %s: not finite, so no rank updates its weights (%d in a row, "
+                "step %d: loss %s, gradient norm %s: %s, so no rank updates its weights (%d in a row, "
                 "train.max_skipped_in_a_row=%d)",
-                report.step, report.terms["loss"], report.grad_norm, in_a_row, limit,
+                report.step, report.terms["loss"], report.grad_norm, "not finite" if report.skipped else "a spike",
+                in_a_row, limit,
             )  # fmt: skip
         if in_a_row >= limit:
             raise TrainingError(
-                f"{in_a_row} steps in a row had a loss or gradient that is not finite (train.max_skipped_in_a_row="
-                f"{limit}): lower optimizer.lr, or look at the data and at the gradient norms before them in "
-                "metrics.jsonl, and resume from the last checkpoint"
+                f"{in_a_row} steps in a row had a loss or gradient that is not finite, or a loss that is a spike "
+                f"(train.max_skipped_in_a_row={limit}): lower optimizer.lr, or look at the data and at the gradient "
+                "norms before them in metrics.jsonl, and resume from the last checkpoint"
             )
 
 

@@ -83,6 +83,11 @@ REFUSALS: list[tuple[str, int | None, tuple[str, ...]]] = [
     # checkpoints
     ("checkpoint.keep_every_steps=1500", None, ("keep_every_steps=1500", "a multiple of checkpoint.every_steps=1000")),
     ("checkpoint.every_steps=null checkpoint.keep_every_steps=5", None, ("keep_every_steps=5", "at the end only")),
+    ("guards.on_spike=rewind checkpoint.every_steps=null", None, ("checkpoint.every_steps=None", "a number of steps")),
+    (
+        "guards.on_spike=rewind guards.rewind_steps=2002", None,
+        ("guards.rewind_steps=2002", "at most 2001", "or checkpoint.keep_last=4"),
+    ),
     # the number of processes and the batch
     ("parallel.tensor=2 parallel.pipeline=2", 6, ("world size=6", "x parallel.pipeline=2 = 4", "4 or 8")),
     ("", 3, ("train.global_batch_size=32", "the 3 data-parallel ranks", "nearest: 30 or 33")),

@@ -50,7 +50,8 @@ def state(step: int) -> TrainState:
     """A state whose fields all differ from their defaults."""
     return TrainState(
         step=step, tokens=step * 512, skipped_steps=2, skipped_in_a_row=1, adamw_steps=step - 2,
-        sampler={"seed": 5}, data={"row": step * 8, "epoch": 0}, callbacks={"guard": {"window": [1.5, 0.1]}},
+        sampler={"seed": 5}, data={"row": step * 8, "epoch": 0},
+        recent_losses=[1.5, 0.1], rewinds=[[1, 2]],
     )  # fmt: skip
 
 

@@ -11,8 +11,12 @@ import pytest
 from pretrain.errors import STOPPED_EXIT_CODE
 from tests.train.forked import Run, train
 from tests.train.test_run import MUON, determined
+from tests.train.test_spikes import assert_same_weights
 
 PATCHES = "tests.train.patches"
+SCALED = "tests.train.guard_patches:scale_losses"
+FULL_DISK = "tests.train.guard_patches:full_disk"
+slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -28,6 +32,40 @@ def test_steps_that_are_not_finite_end_the_run_together(stage: int, config: Path
         assert re.search(rf"error on rank {rank} \(.+\): after step 4: 3 steps in a row", output)
         assert "Traceback" not in output and "lower optimizer.lr" in output
     assert "ERROR after step 4: 3 steps in a row" in run.log
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("zero.stage=1",),
+        pytest.param(("zero.stage=2",), marks=slow),
+        ("zero.stage=3", *MUON),
+        pytest.param(("parallel.tensor=2",), marks=slow),
+        pytest.param(("parallel.pipeline=2", "model.core_layers=2"), marks=slow),
+    ],
+    ids=" ".join,
+)
+def test_a_nan_on_one_rank_is_a_step_that_no_rank_does(
+    settings: tuple[str, ...], config: Path, tmp_path: Path
+) -> None:
+    """Rank 1's loss is NaN in step 3: weights and moments become what they are where that batch is left out."""
+    settings = ("train.max_steps=5", "validation.every_steps=null", *settings)
+    nan = {"FACTOR": "nan", "FAULTY_RANK": "1"}
+    run = train(config, tmp_path / "run", *settings, world=2, patch=SCALED, STEPS="[3]", **nan).check()
+    assert run.column("skipped_steps") == [0, 0, 1, 1, 1]
+    assert run.column("grad_norm")[2] is None and run.log.count("not finite, so no rank updates its weights (1 in") == 1
+    left_out = train(config, tmp_path / "left_out", *settings, "train.skip_steps=[3]", world=2).check()
+    assert_same_weights(run, left_out)
+    if "zero.stage" in settings[-1] or MUON[0] in settings:  # ranks that hold the same parameters
+        assert len({re.search("weights (.*)", output)[0] for output in run.outputs}) == 1  # type: ignore[index]
+
+
+def test_five_steps_that_are_not_finite_end_the_run(config: Path, tmp_path: Path) -> None:
+    nan = {"FACTOR": "nan", "FAULTY_RANK": "1", "STEPS": "[2,4,5,6,7,8]"}
+    run = train(config, tmp_path / "run", world=2, patch=SCALED, **nan)
+    assert run.codes == [6, 6]
+    assert run.column("skipped_steps") == [0, 1, 1, 2, 3, 4, 5, 6]
+    assert "(5 in a row, train.max_skipped_in_a_row=5)" in run.log and "ERROR after step 8: 5 steps in a row" in run.log
 
 
 def test_skipped_batches_are_read_and_not_trained_on(config: Path, tmp_path: Path) -> None:
@@ -72,6 +110,30 @@ def test_an_exception_on_one_rank(config: Path, tmp_path: Path) -> None:
     assert re.fullmatch(r"error on rank 1 \(.+\): after step 2: Traceback \(most recent call last\):", lines[0])
     assert lines[-1] == "ValueError: a fault of the test"
     assert run.column("step")[-1] == 2
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_save_in_the_background_that_fails_is_made_up_for(at_the_end: bool, config: Path, tmp_path: Path) -> None:
+    """Once: another one follows at once. No success is reported before the last save is complete."""
+    every = "null" if at_the_end else "3"
+    settings = ("checkpoint.background=true", f"checkpoint.every_steps={every}", "validation.every_steps=null")
+    run = train(config, tmp_path / "run", *settings, world=2, patch=FULL_DISK, FAILURES="1").check()
+    failed = 8 if at_the_end else 3
+    assert f"ERROR checkpoint of step {failed} was not saved" in run.log and "No space left on device" in run.log
+    assert run.log.count("; saving once more") == 1
+    assert (run.folder / "checkpoints/latest").read_text().strip() == "step_00000008"
+    assert 0 < run.log.index("checkpoint of step 8: 0") < run.log.index("stopped after step 8 of 8")
+    if not at_the_end:
+        (noticed,) = (row["step"] for row in run.rows if row.get("save_failed"))
+        assert noticed > 3 and (run.folder / f"checkpoints/step_{noticed:08d}").is_dir()
+
+
+def test_a_disk_that_stays_full_ends_the_run(config: Path, tmp_path: Path) -> None:
+    settings = ("checkpoint.background=true", "checkpoint.every_steps=2", "validation.every_steps=null")
+    run = train(config, tmp_path / "run", *settings, world=2, patch=FULL_DISK, FAILURES="99")
+    assert run.codes == [4, 4]
+    assert "stopped after" not in run.log and not (run.folder / "checkpoints/latest").exists()
+    assert "No space left on device" in run.outputs[0] and "Traceback" not in run.outputs[0]
 
 
 def test_deterministic_and_worker_processes_and_profile(config: Path, tmp_path: Path) -> None:

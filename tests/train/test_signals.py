@@ -1,4 +1,4 @@
-"""Signals of a process that polls for them, and of one that hangs in C as a rank does when a peer is gone."""
+"""Signals of a process that polls for them, of one that hangs in C as a rank does when a peer is gone, and of runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from pretrain.errors import STOPPED_EXIT_CODE
 from pretrain.train.signals import ECHO_SEC, STOPPING
 from tests.helpers import REPOSITORY, end_processes
+from tests.train.forked import train
 
 POLLS = """
 import sys, time
@@ -77,3 +80,31 @@ def test_what_is_no_second_request_leaves_the_process_alone() -> None:
             time.sleep(0.05)
         with pytest.raises(subprocess.TimeoutExpired):
             child.wait(1.0)
+
+
+RANKS = {"one": {"FAULTY_RANK": "1"}, "all": {}}
+
+
+@pytest.mark.parametrize(
+    ("name", "when", "who"),
+    [
+        ("SIGTERM", "step", "one"),
+        ("SIGUSR2", "save", "all"),
+        pytest.param("SIGINT", "step", "all", marks=pytest.mark.slow),
+        pytest.param("SIGUSR1", "step", "one", marks=pytest.mark.slow),
+        pytest.param("SIGTERM", "save", "one", marks=pytest.mark.slow),
+        pytest.param("SIGUSR2", "save", "one", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_saves_once_and_stops(name: str, when: str, who: str, config: Path, tmp_path: Path) -> None:
+    """In step 3, or while step 2 is being saved: both ranks end after step 3, which is saved once."""
+    every = "2" if when == "save" else "null"
+    settings = (f"checkpoint.every_steps={every}", "validation.every_steps=null", "data.num_workers=1")
+    patch = "tests.train.guard_patches:send_signal"
+    run = train(config, tmp_path / "run", *settings, world=2, patch=patch, SIGNAL=name, WHEN=when, **RANKS[who])
+    assert run.codes == [STOPPED_EXIT_CODE] * 2, run.outputs
+    saved = sorted(path.name for path in (run.folder / "checkpoints").glob("step_*"))
+    assert saved == (["step_00000002"] if when == "save" else []) + ["step_00000003"]
+    assert run.log.count("checkpoint of step 3: ") == 1 and "stopped after step 3 of 8" in run.log
+    reason = f"({name} received)" if who == "all" else "(asked for by another rank)"
+    assert reason in run.log

@@ -32,6 +32,7 @@ def test_every_field_of_the_state_survives() -> None:
         ({"step": True}, "step is True, expected an integer >= 0"),
         ({"tokens": -1}, "tokens is -1, expected an integer >= 0"),
         ({"sampler": []}, r"sampler is \[\], expected an object"),
+        ({"recent_losses": {}}, r"recent_losses is {}, expected a list"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(change: dict[str, object], message: str) -> None:

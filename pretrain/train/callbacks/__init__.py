@@ -5,7 +5,10 @@ from pretrain.train.callbacks.console import Console
 from pretrain.train.callbacks.metrics import Metrics, Observer
 from pretrain.train.callbacks.probe import Probe
 from pretrain.train.callbacks.profiler import Profiler
+from pretrain.train.callbacks.rewind import Rewind
 from pretrain.train.callbacks.validation import Validation
 from pretrain.train.callbacks.wandb_logger import WandbLogger
 
-__all__ = ["Checkpointing", "Console", "Metrics", "Observer", "Probe", "Profiler", "Validation", "WandbLogger"]
+__all__ = [
+    "Checkpointing", "Console", "Metrics", "Observer", "Probe", "Profiler", "Rewind", "Validation", "WandbLogger",
+]  # fmt: skip

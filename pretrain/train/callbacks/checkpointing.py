@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import logging
+
+from pretrain.errors import CheckpointError
 from pretrain.train.checkpoint.placement import Placement
 from pretrain.train.checkpoint.writer import CheckpointWriter
 from pretrain.train.metrics import MetricsWriter
 from pretrain.train.step import StepReport
 from pretrain.train.trainer import Callback, Timing, Trainer
 
+log = logging.getLogger(__name__)
+
 
 class Checkpointing(Callback):
-    """Collective over all ranks. The main rank's `metrics` become durable before the checkpoint that counts on them."""
+    """Collective over all ranks. The main rank's `metrics` become durable before the checkpoint that counts on them.
+
+    A save in the background that fails is followed by another one at the next step, or at the end; CheckpointError
+    where that fails too.
+    """
 
     def __init__(self, writer: CheckpointWriter, placement: Placement, metrics: MetricsWriter | None) -> None:
         self.writer, self.placement, self.metrics = writer, placement, metrics
+        self.has_failed = False
 
     def on_start(self, trainer: Trainer) -> None:
         self.writer.start_from(trainer.state.step)
 
     def on_step(self, trainer: Trainer, report: StepReport, timing: Timing) -> None:
         every = trainer.cfg.checkpoint.every_steps
-        if trainer.is_last_step or (every is not None and report.step % every == 0):
+        due = trainer.is_last_step or (every is not None and report.step % every == 0)
+        if due or report.votes.save_failed:
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:
         """Saves the state after the last step."""
+        self._settle()
         if self.metrics is not None:
             self.metrics.sync()
         state = trainer.state
@@ -34,4 +46,18 @@ class Checkpointing(Callback):
         self.writer.save(self.placement.slices(trainer.engine.saved_tensors()), state)
 
     def on_end(self, trainer: Trainer) -> None:
-        self.writer.wait()
+        self._settle()
+        if self.has_failed:
+            self.save(trainer)
+            self.writer.wait()
+
+    def _settle(self) -> None:
+        """Waits for the save before; one failure is warned about, and CheckpointError after the second in a row."""
+        try:
+            self.writer.wait()
+            self.has_failed = False
+        except CheckpointError as error:
+            if self.has_failed:
+                raise
+            self.has_failed = True
+            log.warning("%s; saving once more", error)

@@ -24,9 +24,9 @@ class Metrics(Callback):
     """Makes the rows. Main rank only; no collective.
 
     A step's row has step, loss, grad_norm, lr, tokens, tokens_per_sec, mfu, hfu, num_loops_mean, grad_loops_mean,
-    skipped_steps, step_sec, wait_sec, waste (row passes executed over needed), and the terms of the loss and Muon's
-    settings where the configuration has them. A validation's row has step, val_loss by loop count and val_sec, which is
-    not part of any step_sec.
+    skipped_steps, step_sec, wait_sec, waste (row passes executed over needed), and where the configuration has them the
+    terms of the loss, Muon's settings and rewinds; save_failed where a save in the background is found to have failed.
+    A validation's row has step, val_loss by loop count and val_sec, which is not part of any step_sec.
     """
 
     def __init__(self, observers: Sequence[Observer], rates: Rates) -> None:
@@ -52,6 +52,10 @@ class Metrics(Callback):
         }
         if cfg.optimizer.name == "muon":
             row |= {"muon_lr": values.muon_lr, "muon_momentum": values.muon_momentum}
+        if cfg.guards.on_spike == "rewind":
+            row["rewinds"] = len(trainer.state.rewinds)
+        if report.votes.save_failed:
+            row["save_failed"] = True
         if report.needed_row_passes:
             row["waste"] = report.executed_row_passes / report.needed_row_passes
         row |= {name: value for name, value in report.terms.items() if name != "loss" and value != 0.0}

@@ -1,0 +1,133 @@
+"""Faults for the guards; as tests/train/patches.py, with particulars from the environment."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import signal
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from pretrain.data.dataset import RowDataset
+from pretrain.model import objective
+from pretrain.train import watchdog
+from pretrain.train.checkpoint import writer
+from pretrain.train.step import StepReport, StepRunner
+from pretrain.train.trainer import Trainer
+from tests.train.patches import before_step
+
+
+def fail() -> None:
+    raise ValueError("a fault of the test")
+
+
+def scale_losses() -> None:
+    """Multiplies the loss by FACTOR in STEPS (JSON) on FAULTY_RANK, or everywhere; fails before CRASH_STEP; at the end
+    every rank says what its weights are.
+    """
+    factor, steps = float(os.environ["FACTOR"]), json.loads(os.environ["STEPS"])
+    affected = os.environ.get("FAULTY_RANK", os.environ["RANK"]) == os.environ["RANK"]
+    step = 0
+    run, head_sums, fit = StepRunner.run, objective.head_sums, Trainer.fit
+
+    def noted(self: StepRunner, number: int, *args: Any, **kwargs: Any) -> StepReport:
+        nonlocal step
+        step = number + 1
+        return run(self, number, *args, **kwargs)
+
+    def scaled(*args: Any) -> Any:
+        sums = head_sums(*args)
+        return sums._replace(cross_entropy=sums.cross_entropy * factor) if affected and step in steps else sums
+
+    def told(self: Trainer) -> None:
+        try:
+            fit(self)
+        finally:
+            weights = b"".join(p.detach().numpy().tobytes() for p in self.engine.module.parameters())
+            print(f"weights {zlib.crc32(weights):08x}")
+
+    StepRunner.run, objective.head_sums, Trainer.fit = noted, scaled, told  # type: ignore[method-assign]
+    if "CRASH_STEP" in os.environ:
+        before_step(int(os.environ["CRASH_STEP"]), fail)
+
+
+def hang() -> None:
+    """Rank 1 hangs in step 3, in the way that HANG names; watchdogs are quick."""
+    watchdog.POLL_SEC, watchdog.GRACE_SEC, watchdog.STUCK_SEC = 0.1, 1.0, 1.0
+    how = os.environ["HANG"]
+    if how == "loader":
+        _hang_in_row(9)  # of 4 a step
+    else:
+        before_step(3, {"python": _sleep, "collective": dist.barrier, "lock": _sleep_with_the_lock}[how], rank=1)
+
+
+def _sleep() -> None:
+    time.sleep(3_600)
+
+
+def _sleep_with_the_lock() -> None:
+    """As in a C extension that does not release Python's lock."""
+    ctypes.PyDLL(None).sleep(3_600)
+
+
+def _hang_in_row(number: int) -> None:
+    read, rows = RowDataset.get_item, 0
+
+    def get_item(self: RowDataset, *args: Any) -> Any:
+        nonlocal rows
+        rows += 1
+        if rows == number and os.environ["RANK"] == "1":
+            _sleep()
+        return read(self, *args)
+
+    RowDataset.get_item = get_item  # type: ignore[method-assign]
+
+
+def send_signal() -> None:
+    """Every rank, or FAULTY_RANK alone, gets SIGNAL, in the middle of step 3 or (WHEN=save) of the first save."""
+    if os.environ.get("FAULTY_RANK", os.environ["RANK"]) != os.environ["RANK"]:
+        return
+
+    def send() -> None:
+        os.kill(os.getpid(), signal.Signals[os.environ["SIGNAL"]])
+        time.sleep(0.3)  # until the thread that reads signals has seen it
+
+    if os.environ["WHEN"] == "step":
+        before_step(3, send, rank=int(os.environ["RANK"]))
+        return
+    write, sent = writer.write_tensors, False
+
+    def write_tensors(*args: Any) -> Any:
+        nonlocal sent
+        if not sent:
+            sent = True
+            send()
+        return write(*args)
+
+    writer.write_tensors = write_tensors
+
+
+def full_disk() -> None:
+    """The first FAILURES writes of rank 1 fail, and all take a moment."""
+    write, failures = writer.write_tensors, int(os.environ["FAILURES"])
+
+    def write_tensors(path: Path, *args: Any) -> Any:
+        nonlocal failures
+        time.sleep(0.3)
+        if failures and os.environ["RANK"] == "1":
+            failures -= 1
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, *args)
+
+    writer.write_tensors = write_tensors
+
+
+def die_in_step_3() -> None:
+    """Rank 1, as by the kernel where memory runs out."""
+    before_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL), rank=1)
