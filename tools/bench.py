@@ -2,6 +2,7 @@
 
     python -m tools.bench [--rows 32] [--mean-loops 8] [--layers 2 2 2] [--width 256] [--vocab-size 8192] [--length 64]
     python -m tools.bench --set --out docs/benchmarks.md               (make bench)
+    python -m tools.bench --cache                                      (the cache of generation alone)
 
 On a GPU (bf16) also MFU and peak memory of parcae_140m and parcae_1b3 beside the plain GPTs of the same layers.
 """
@@ -38,6 +39,7 @@ from pretrain.model.loss import HeadSettings, HeadSums, Totals, head_logits
 from pretrain.model.ops import TensorOps
 from pretrain.model.state import StateKey
 from pretrain.sampling import Depths, DepthSampler
+from tools.bench_cache import cache_section
 from tools.one_process import make_micro_batch
 
 SEED = 0
@@ -321,6 +323,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--set", action="store_true", help="the sizes and variants of docs/benchmarks.md; no other flags"
     )
+    parser.add_argument("--cache", action="store_true", help="the cache of generation alone, by the size flags")
     parser.add_argument("--out", type=Path, help="Markdown file to write")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -330,10 +333,13 @@ def main(argv: Sequence[str]) -> int:
         size, rows=args.rows, mean_loops=args.mean_loops, layers=tuple(args.layers), width=args.width,
         vocab_size=args.vocab_size, length=args.length,
     )  # fmt: skip
-    lines += compare_size(own, [BASE, *args.variants], args.rounds, device)
+    if not args.cache:
+        lines += compare_size(own, [BASE, *args.variants], args.rounds, device)
     if args.set:
         lines += compare_size(LARGER, [BASE, "masked", "recomputed"], args.rounds, device)
-    if device.type == "cuda":
+    if args.set or args.cache:
+        lines += cache_section(own.model(), str(own), args.rounds, device)
+    if device.type == "cuda" and not args.cache:
         lines += utilization_section(device, args.rounds)
     if args.out:
         args.out.write_text("\n".join(lines))
