@@ -30,7 +30,8 @@ class LocalRun:
         self._command = [sys.executable, str(MAIN), *arguments]
         self._tasks, self._max_requeues, self._port, self._say = tasks, max_requeues, port, say
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._asked_to_stop = False
+        self.asked_to_stop = False
+        """Whether a signal has come that asks the run to save and stop."""
 
     def run(self) -> int:
         """The exit code of the first process that ended otherwise than with 0; 0 if all did their work.
@@ -41,7 +42,7 @@ class LocalRun:
             signal.signal(number, self._forward)
         for restarts in range(self._max_requeues + 1):
             exit_code = self._run_once()
-            if exit_code == 0 or self._asked_to_stop:
+            if exit_code == 0 or self.asked_to_stop:
                 break
             reason = reason_to_stay_away(exit_code, restarts, self._max_requeues)
             self._say(f"started again ({restarts + 1} of {self._max_requeues})" if reason is None else reason)
@@ -81,7 +82,7 @@ class LocalRun:
             time.sleep(POLL_SEC)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        self._asked_to_stop = True
+        self.asked_to_stop = True
         for process in self._processes:
             process.send_signal(number)
 

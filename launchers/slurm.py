@@ -44,7 +44,7 @@ OWN_OPTIONS = (
     "nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "partition", "time", "account", "array",
     "output", "error", "open-mode", "signal", "requeue", "no-requeue", "job-name",
 )  # fmt: skip
-SLURM_ONLY = ("partition", "time", "account", "array", "array_parallelism", "cpus_per_task", "sbatch", "dry_run")
+SLURM_ONLY = ("partition", "time", "account", "array_parallelism", "cpus_per_task", "sbatch", "dry_run")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         check_arguments(args)
         runs = plan_runs(args, overrides)
-        return run_here(args, runs[0], overrides) if args.cluster == "local" else submit_runs(args, runs)
+        return run_here(args, runs, overrides) if args.cluster == "local" else submit_runs(args, runs)
     except PretrainError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
@@ -119,16 +119,22 @@ def plan_runs(args: argparse.Namespace, overrides: list[str]) -> list[Config]:
     world_size = args.nodes * (args.gpus_per_node or args.tasks_per_node)
     if args.array is None:
         return [_load(args.config, overrides, world_size, args.config)]
-    base = load_config(args.config, overrides).run.name
     runs: dict[str, Config] = {}
-    sweep = read_sweep(args.array)
-    for i, own in enumerate(sweep):
-        name = f"run.name={base}-{i:0{len(str(len(sweep) - 1))}d}"
-        cfg = _load(args.config, [*overrides, name, *own], world_size, f"--array {args.array}, run {i}")
+    for i, own in enumerate(sweep_overrides(args, overrides)):
+        cfg = _load(args.config, own, world_size, f"--array {args.array}, run {i}")
         _require(cfg.run.name not in runs, "array", args.array, f"run {i} to have a run.name of its own, it is "
                  f"{cfg.run.name!r} again")  # fmt: skip
         runs[cfg.run.name] = cfg
     return list(runs.values())
+
+
+def sweep_overrides(args: argparse.Namespace, overrides: list[str]) -> list[list[str]]:
+    """The overrides of each run, the later wins: of the command line, a name, of the sweep."""
+    if args.array is None:
+        return [overrides]
+    base, sweep = load_config(args.config, overrides).run.name, read_sweep(args.array)
+    digits = len(str(len(sweep) - 1))
+    return [[*overrides, f"run.name={base}-{i:0{digits}d}", *own] for i, own in enumerate(sweep)]
 
 
 def _load(path: str, overrides: list[str], world_size: int, origin: str) -> Config:
@@ -142,8 +148,11 @@ def _load(path: str, overrides: list[str], world_size: int, origin: str) -> Conf
     return cfg
 
 
-def run_here(args: argparse.Namespace, cfg: Config, overrides: list[str]) -> int:
-    """Runs in the foreground on this machine and returns the run's exit code."""
+def run_here(args: argparse.Namespace, runs: list[Config], overrides: list[str]) -> int:
+    """Runs in the foreground on this machine, a sweep's runs one after the other; returns the first code that is not 0.
+
+    A sweep skips runs that are finished and goes on after one that failed, but not after a request to stop.
+    """
     if args.gpus_per_node:
         import torch
 
@@ -151,11 +160,26 @@ def run_here(args: argparse.Namespace, cfg: Config, overrides: list[str]) -> int
         _require(
             args.gpus_per_node <= found, "gpus_per_node", args.gpus_per_node, f"at most the {found} of this machine"
         )
-    tasks = args.gpus_per_node or args.tasks_per_node
-    _say(f"run      {tasks} processes of {os.getpid()}, log {run_folder(cfg)}/log.txt")
-    _say(f"cancel   kill {os.getpid()}   (the run saves first; a second one ends it at once)")
-    arguments = ["--config", args.config, *overrides]
-    return LocalRun(arguments, tasks, max_requeues=args.requeue, port=args.master_port, say=_say).run()
+    tasks, codes = args.gpus_per_node or args.tasks_per_node, [0]
+    for own, cfg in zip(sweep_overrides(args, overrides), runs, strict=True):
+        if args.array is not None and is_finished(cfg):
+            _say(f"finished {run_folder(cfg)}")
+            continue
+        _say(f"run      {tasks} processes of {os.getpid()}, log {run_folder(cfg)}/log.txt")
+        _say(f"cancel   kill {os.getpid()}   (the run saves first; a second one ends it at once)")
+        arguments = ["--config", args.config, *own]
+        run = LocalRun(arguments, tasks, max_requeues=args.requeue, port=args.master_port, say=_say)
+        codes.append(run.run())
+        if run.asked_to_stop:
+            break
+    return next((code for code in codes if code), 0)
+
+
+def is_finished(cfg: Config) -> bool:
+    """Whether the run's folder holds a complete checkpoint of its last step."""
+    from pretrain.train.checkpoint.folders import checkpoints_folder, looks_complete, step_folder  # imports torch
+
+    return looks_complete(step_folder(checkpoints_folder(run_folder(cfg)), cfg.last_step))
 
 
 def submit_runs(args: argparse.Namespace, runs: list[Config]) -> int:
