@@ -1,0 +1,61 @@
+"""Parabolas, optima and their exponents, and the published constants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pretrain.errors import ConfigError
+from tools.scaling.isoflop import Curve, find_optimum, fit_exponents
+from tools.scaling.published import MAIN_ROWS, predicted_errors
+from tools.scaling.recovery import recover_exponents
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+LOOPS = np.array([2.0, 4.0, 6.0, 8.0, 10.0, 12.0])
+
+
+def curve(flops: float, best: float, curvature: float = 0.05) -> Curve:
+    tokens = flops / (3e8 + 1e8 * LOOPS)
+    return Curve("one", flops, LOOPS, tokens, 2.9 + curvature * np.log(LOOPS / best) ** 2)
+
+
+def test_the_vertex_is_the_optimum() -> None:
+    found = find_optimum(curve(1e18, 5.0))
+    assert found.problem is None
+    assert (found.mean_loops, found.loss, found.curvature) == pytest.approx((5.0, 2.9, 0.05))
+    assert found.tokens == pytest.approx(1e18 / 8e8) and found.curve.loop_share(5.0) == pytest.approx(5 / 8)
+
+
+def test_exponents_describe_one_curve() -> None:
+    # Over a small range of budgets the two exponents meet a s + b = 1 to second order.
+    optima = [find_optimum(curve(1e18 * x, 6 * x**0.4)) for x in (0.9, 1.0, 1.1)]
+    found = fit_exponents(optima, bootstraps=10)
+    assert found.loops == pytest.approx(0.4) and found.check == pytest.approx(1.0, abs=1e-3)
+    assert found.prefactors["one"][0] * 1e18**0.4 == pytest.approx(6.0)
+
+
+def test_planted_exponents_lie_in_their_intervals() -> None:
+    score = recover_exponents(repeats=6, bootstraps=40)
+    assert score.covered["a"] >= 5 and score.covered["b"] >= 5
+
+
+def test_a_vertex_that_tells_no_optimum_is_named() -> None:
+    assert "outside" in str(find_optimum(curve(1e18, 40.0)).problem)
+    assert "downwards" in str(find_optimum(curve(1e18, 5.0, -0.05)).problem)
+    with pytest.raises(ConfigError, match=r"optima inside .* at two budgets .* lies outside"):
+        fit_exponents([find_optimum(curve(1e18, 5.0)), find_optimum(curve(2e18, 40.0))])
+
+
+def test_two_loop_counts_are_no_parabola() -> None:
+    two = Curve.of("one", 1e18, [2, 4], [1e9, 9e8], [3.0, 2.9])
+    with pytest.raises(ConfigError, match="2 mean loop counts: expected at least 3"):
+        find_optimum(two)
+
+
+def test_published_constants_predict_the_published_rows() -> None:
+    errors = {row.config: predicted_errors(row, str(CONFIGS)) for row in MAIN_ROWS if row.config.startswith("parcae")}
+    expected = {"parcae_140m": (0.0095, 0.0148, 0.0296, 0.0403), "parcae_370m": (0.0026, 0.0041, 0.0142, 0.0169)}
+    for config, by_reading in expected.items():
+        assert tuple(errors[config].values()) == pytest.approx(by_reading, abs=5e-5)

@@ -1,0 +1,1 @@
+"""Scaling laws of loops: plan, collect, fit, predict and plot; the command is tools/scaling_law.py."""

@@ -1,0 +1,252 @@
+"""Looping as a dimension of scale: plan a study at equal FLOPs, collect its runs, fit laws, predict, plot.
+
+    python -m tools.scaling_law plan configs/parcae_140m.yaml --flops 1e18 2e18 4e18 --mean-loops 2 4 6 8 --out study
+    python launchers/slurm.py --config configs/parcae_140m.yaml --nodes 1 --gpus-per-node 8 \\
+        --array study/parcae_140m_fixed_parameters.yaml
+    python -m tools.scaling_law collect runs/parcae_140m-* --plan study/plan.json --out study/runs
+    python -m tools.scaling_law fit study/runs.parquet --out study
+    python -m tools.scaling_law predict --from study --law unified --config configs/parcae_140m.yaml --mean-loops 8 \\
+        --tokens 1e10 --num-loops 16
+    python -m tools.scaling_law plot study/runs.parquet --fits study --out study
+
+docs/scaling_laws.md says what the laws are and where they disagree. What cannot be done ends with exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pretrain.accounting import device_peak_flops
+from pretrain.config.load import load_config
+from pretrain.config.model import require
+from pretrain.errors import ConfigError, PretrainError
+from tools.report import markdown
+from tools.scaling.collect import collect, read_table, write_table
+from tools.scaling.fits import CHOICES, Settings, fit_table
+from tools.scaling.fitting import BOOTSTRAPS, STARTS
+from tools.scaling.plan import CONSTRAINTS, PLAN_NAME, Study, plan_table, read_plan, write_plan
+from tools.scaling.predict import (
+    Constants,
+    Latency,
+    best_by_curves,
+    best_for_budget,
+    constants_from,
+    curve_constants,
+    inputs_of,
+    loops_for_loss,
+    predict_loss,
+    useful_loops,
+)
+from tools.scaling.published import PUBLISHED
+from tools.scaling.published import table as published_table
+from tools.scaling.readings import DEFAULT_READING, READINGS
+from tools.scaling.store import FITS_NAME, read_fits, write_fits
+from tools.scaling.summary import fit_tables
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+DEFAULT_DEVICE = "NVIDIA H100 80GB HBM3"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a subcommand and returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="scaling_law", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, (add, run, text) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        add(command)
+        command.set_defaults(command=run)
+    args = parser.parse_args(argv)
+    try:
+        args.command(args)
+    except PretrainError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    return 0
+
+
+# -------------------------------------------------------------------------------------------------------------- plan
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    peak = device_peak_flops(DEFAULT_DEVICE)
+    assert peak is not None
+    add = parser.add_argument
+    add("items", nargs="+", metavar="CONFIG | section.key=value", help="one file per size; overrides hold for all runs")
+    add("--flops", type=float, nargs="+", required=True, help="budgets, model FLOPs of a run")
+    add("--mean-loops", type=float, nargs="+", required=True)
+    add("--constraint", choices=CONSTRAINTS, default=CONSTRAINTS[0], help="default: %(default)s")
+    add("--layers", type=int, help="effective layers with fixed_layers; default: the configuration's")
+    add("--seeds", type=int, nargs="+", default=[0], help="runs per point; default: %(default)s")
+    add("--min-steps", type=int, default=200, help="refuse shorter runs; default: %(default)s")
+    add("--peak-tflops", type=float, default=peak / 1e12, help=f"of a GPU; default: %(default)g, {DEFAULT_DEVICE}")
+    add("--mfu", type=float, default=0.4, help="default: %(default)g")
+    add("--out", type=Path, required=True, metavar="DIR", help="for sweep files and plan.json")
+
+
+def _plan(args: argparse.Namespace) -> None:
+    configs = [item for item in args.items if "=" not in item]
+    overrides = [item for item in args.items if "=" in item]
+    require(bool(configs), "CONFIG", args.items, "at least one YAML file")
+    require(0 < args.mfu <= 1, "--mfu", args.mfu, "a share in (0, 1], such as 0.4")
+    require(args.peak_tflops > 0, "--peak-tflops", args.peak_tflops, "TFLOP/s of one GPU, > 0")
+    study = Study(configs, overrides, args.flops, args.mean_loops, args.constraint, args.layers, args.seeds,
+                  args.min_steps)  # fmt: skip
+    runs = study.runs()
+    sweeps = write_plan(runs, overrides, args.out)
+    flops_per_sec = args.peak_tflops * 1e12 * args.mfu
+    total = sum(run.flops for run in runs)
+    print(f"constraint: {args.constraint}\n\n{markdown(plan_table(runs, flops_per_sec))}\n")
+    gpu_hours = f"{total / flops_per_sec / 3600:.3g} GPU hours at {args.mfu:.0%} of {args.peak_tflops:g} TFLOP/s"
+    print(f"{len(runs)} runs, {total:.4g} FLOPs, {sum(run.tokens for run in runs):,} tokens, {gpu_hours}\n")
+    for config, path in sweeps:
+        rest = " ".join(["--array", str(path), *overrides])
+        print(f"here:    python launchers/slurm.py --cluster local --tasks-per-node 1 --config {config} {rest}")
+        print(f"cluster: python launchers/slurm.py --nodes 1 --gpus-per-node 8 --config {config} {rest}")
+
+
+# ----------------------------------------------------------------------------------------------------------- collect
+
+
+def _collect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
+    parser.add_argument("--plan", type=Path, help=f"{PLAN_NAME}; without it runs have no budget")
+    parser.add_argument("--family", help="leave out the runs of other families")
+    parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="PATH.parquet and PATH.csv")
+
+
+def _collect(args: argparse.Namespace) -> None:
+    rows, excluded = collect(args.runs, None if args.plan is None else read_plan(args.plan), args.family)
+    paths = write_table(rows, args.out)
+    for item in excluded:
+        print(f"left out: {item.run}: {item.why}")
+    runs = len({row.folder for row in rows})
+    print(f"{runs} runs, {len(rows)} losses, {len(excluded)} left out: {' and '.join(map(str, paths))}")
+
+
+# --------------------------------------------------------------------------------------------------------------- fit
+
+
+def _fit_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("table", type=Path, help="of `collect`")
+    add("--laws", nargs="+", choices=CHOICES, default=list(CHOICES), help="default: all that the table allows")
+    add("--readings", nargs="+", choices=list(READINGS), default=list(READINGS), help="of N; default: all")
+    add("--delta", type=float, help="of the Huber loss on ln L; default: 1.345 deviations of residuals, at least 1e-3")
+    add("--starts", type=int, default=STARTS, help="of L-BFGS; default: %(default)s")
+    add("--bootstraps", type=int, default=BOOTSTRAPS, help="refits for intervals; default: %(default)s")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, required=True, metavar="DIR", help=f"for {FITS_NAME}")
+
+
+def _fit(args: argparse.Namespace) -> None:
+    require(args.delta is None or args.delta > 0, "--delta", args.delta, "> 0")
+    require(args.starts >= 1, "--starts", args.starts, "an integer >= 1")
+    require(args.bootstraps >= 20, "--bootstraps", args.bootstraps, "at least 20, for an interval")
+    settings = Settings(tuple(args.readings), args.delta, args.starts, args.bootstraps, args.seed)
+    fits = fit_table(read_table(args.table), args.laws, settings)
+    write_fits(fits, args.out / FITS_NAME)
+    for table in fit_tables(fits):
+        print(f"{table.caption}\n\n{markdown(table)}\n")
+    for text in fits.not_fitted:
+        print(f"not fitted: {text}")
+
+
+# ----------------------------------------------------------------------------------------------------------- predict
+
+
+def _predict_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--published-rows", action="store_true", help="published constants on the eight models of Parcae's table 5")
+    add("--from", dest="source", metavar="FITS | NAME", help=f"{FITS_NAME}, or one of {', '.join(PUBLISHED)}")
+    add("--law", help="of the fits")
+    add("--size", help="of the fits")
+    add("--reading", choices=list(READINGS), default=DEFAULT_READING, help="of N; default: %(default)s")
+    add("--run", help="a run with a test-time curve, in place of a law")
+    add("--config", help="the model")
+    add("--mean-loops", type=float, help="mu; default: the configuration's")
+    add("--tokens", type=float, help="D; default: the configuration's")
+    add("--num-loops", type=float, help="T; default: mu")
+    add("--flops", type=float, help="best mean loops and tokens for this budget")
+    add("--target-loss", type=float, help="fewest loops at inference that reach it")
+    add("--latency-ms", type=float, help="loops at inference that fit into it")
+    add("--ms-per-loop", type=float, default=0.0, help="measured")
+    add("--ms-once", type=float, default=0.0, help="measured, of all but the loops")
+
+
+def _predict(args: argparse.Namespace) -> None:
+    if args.published_rows:
+        print(published_table(str(CONFIGS)))
+        return
+    require(args.source is not None, "--from", None, f"a {FITS_NAME}, or one of {', '.join(PUBLISHED)}")
+    if args.run is not None:
+        _predict_loops(args, curve_constants(read_fits(Path(args.source)), args.run), {})
+        return
+    constants = constants_from(args.source, args.law, args.size, args.reading)
+    require(args.config is not None, "--config", None, "the YAML file of the model, or --run")
+    cfg = load_config(args.config)
+    print(f"{constants.name}: {constants.law.formula}")
+    if args.flops is not None:
+        best = best_for_budget(constants, cfg, args.flops)
+        print(f"best mean loops {best.mean_loops}\nbest tokens {best.tokens}\nloss {best.loss}")
+        if args.source not in PUBLISHED:
+            for name, loops, tokens, notes in best_by_curves(read_fits(Path(args.source)), args.flops):
+                rest = "".join(f"; {note}" for note in notes)
+                print(f"iso-FLOP optima, {name}: mean loops {loops:.3g}, tokens {tokens:.4g}{rest}")
+        return
+    mean_loops = cfg.model.recurrence.mean_loops if args.mean_loops is None else args.mean_loops
+    tokens = cfg.total_steps * cfg.tokens_per_step if args.tokens is None else args.tokens
+    require(mean_loops >= 1, "--mean-loops", mean_loops, "a number >= 1")
+    require(tokens > 0, "--tokens", tokens, "> 0")
+    if args.target_loss is not None or args.latency_ms is not None:
+        _predict_loops(args, constants, inputs_of(cfg, args.reading, mean_loops, tokens, mean_loops))
+        return
+    print(f"loss {predict_loss(constants, cfg, mean_loops, tokens, args.num_loops)}")
+
+
+def _predict_loops(args: argparse.Namespace, constants: Constants, inputs: dict[str, float]) -> None:
+    """Loops at inference for a loss or a latency."""
+    if args.target_loss is not None:
+        print(f"loops for a loss of {args.target_loss:g}: {loops_for_loss(constants, inputs, args.target_loss)}")
+    elif args.latency_ms is not None:
+        loops = Latency(args.ms_once, args.ms_per_loop).loops_within(args.latency_ms)
+        used = min(loops, useful_loops(constants, inputs))
+        value, _ = constants.losses({**inputs, "num_loops": float(used)})
+        rest = f"; {used} are enough, more gain less than 0.001" if used < loops else ""
+        print(f"loops within {args.latency_ms:g} ms: {loops}{rest}; loss {float(value[0]):.4f} at {used}")
+    else:
+        raise ConfigError("predict: expected --target-loss or --latency-ms with --run")
+
+
+# -------------------------------------------------------------------------------------------------------------- plot
+
+
+def _plot_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("table", type=Path, help="of `collect`")
+    parser.add_argument("--fits", type=Path, required=True, help=f"{FITS_NAME} of `fit`, or its folder")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for PNGs and scaling.html")
+
+
+def _plot(args: argparse.Namespace) -> None:
+    from tools.scaling.plot import plot
+
+    print(plot(read_table(args.table), read_fits(args.fits), args.out))
+
+
+_COMMANDS: dict[
+    str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None], str]
+] = {
+    "plan": (_plan_arguments, _plan, "runs at equal FLOPs, as a sweep file"),
+    "collect": (_collect_arguments, _collect, "run folders to one table"),
+    "fit": (_fit_arguments, _fit, "laws with intervals"),
+    "predict": (_predict_arguments, _predict, "losses, best loops and tokens, loops at inference"),
+    "plot": (_plot_arguments, _plot, "figures and one page"),
+}  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
