@@ -27,7 +27,7 @@ from tools.report import markdown
 from tools.scaling.collect import collect, read_table, write_table
 from tools.scaling.fits import CHOICES, Settings, fit_table
 from tools.scaling.fitting import BOOTSTRAPS, STARTS
-from tools.scaling.plan import CONSTRAINTS, PLAN_NAME, Study, plan_table, read_plan, write_plan
+from tools.scaling.plan import CONSTRAINTS, PLAN_NAME, Study, plan_table, read_plans, write_plan
 from tools.scaling.predict import (
     Constants,
     Latency,
@@ -115,13 +115,13 @@ def _plan(args: argparse.Namespace) -> None:
 
 def _collect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
-    parser.add_argument("--plan", type=Path, help=f"{PLAN_NAME}; without it runs have no budget")
+    parser.add_argument("--plan", type=Path, nargs="+", help=f"{PLAN_NAME}, or several; without it runs have no budget")
     parser.add_argument("--family", help="leave out the runs of other families")
     parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="PATH.parquet and PATH.csv")
 
 
 def _collect(args: argparse.Namespace) -> None:
-    rows, excluded = collect(args.runs, None if args.plan is None else read_plan(args.plan), args.family)
+    rows, excluded = collect(args.runs, None if args.plan is None else read_plans(args.plan), args.family)
     paths = write_table(rows, args.out)
     for item in excluded:
         print(f"left out: {item.run}: {item.why}")

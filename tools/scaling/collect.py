@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -22,6 +23,8 @@ from pretrain.train.metrics import METRICS_NAME, read_metrics
 from tools.scaling.plan import PlannedRun
 from tools.scaling.readings import Size
 
+EVALUATION = Path("evaluation") / "evaluation.json"
+"""Below a run's folder, where tools/evaluate.py puts it."""
 MAX_SKIPPED = 0.01
 """Share of steps that a run may have skipped: they are in its FLOPs and its tokens and taught it nothing."""
 
@@ -159,6 +162,8 @@ def _rows(folder: Path, cfg: Config, planned: PlannedRun | None) -> tuple[list[R
         raise _OutError(f"no validation at its last step, {cfg.total_steps}")
     losses = {int(loops): loss for loops, loss in validations[-1]["val_loss"].items()}
     _refuse_divergence(cfg, steps, losses)
+    more, problem = _evaluation(folder, cfg)
+    losses = more | losses
     model, data = cfg.model, cfg.data.all_sources
     manifests = [_manifest(Path(source.path)) for source in data]
     common: dict[str, Any] = {
@@ -173,7 +178,32 @@ def _rows(folder: Path, cfg: Config, planned: PlannedRun | None) -> tuple[list[R
                       f"{model.context_length}",
     }  # fmt: skip
     rows = [Row(**common, num_loops=loops, loss=loss) for loops, loss in sorted(losses.items()) if loss is not None]
-    return rows, [f"the loss at {loops} loops is not finite" for loops, loss in losses.items() if loss is None]
+    lost = [f"the loss at {loops} loops is not finite" for loops, loss in losses.items() if loss is None]
+    return rows, lost + ([problem] if problem else [])
+
+
+def _evaluation(folder: Path, cfg: Config) -> tuple[dict[int, float | None], str | None]:
+    """Losses at further loop counts, by tools/evaluate.py in the run's folder; or why they do not count."""
+    path = folder / EVALUATION
+    if not path.is_file():
+        return {}, None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        task = record["tasks"]["loss"]
+        losses = {int(loops): _finite(values["loss"]) for loops, values in task["by_loops"].items()}
+        step, rows = record["step"], task["num_requests"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return {}, f"{EVALUATION} holds no task `loss` of tools/evaluate.py ({type(error).__name__}: {error})"
+    if (step, rows) != (cfg.total_steps, cfg.validation.rows):
+        return {}, (
+            f"{EVALUATION} is of step {step} and {rows} validation rows, the run ended at {cfg.total_steps} and has "
+            f"{cfg.validation.rows}: evaluate with --rows {cfg.validation.rows}"
+        )
+    return losses, None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _refuse_divergence(cfg: Config, steps: Sequence[dict[str, Any]], losses: dict[int, float | None]) -> None:

@@ -176,6 +176,16 @@ def read_plan(path: Path) -> list[PlannedRun]:
         raise ConfigError(f"--plan {path}: expected the {PLAN_NAME} of `plan`: {error}") from error
 
 
+def read_plans(paths: Sequence[Path]) -> list[PlannedRun]:
+    """The runs of several plans, each once. Errors: ConfigError where two plans mean different runs by one name."""
+    runs: dict[str, PlannedRun] = {}
+    for path in paths:
+        for run in read_plan(path):
+            if runs.setdefault(run.name, run) != run:
+                raise ConfigError(f"--plan {path}: {run.name} is another run than in the plans before it")
+    return list(runs.values())
+
+
 def plan_table(runs: Sequence[PlannedRun], flops_per_sec: float) -> Table:
     """The runs with their costs; `flops_per_sec` is what a GPU reaches, peak times MFU."""
     rows = [

@@ -79,6 +79,25 @@ def test_a_loss_that_is_not_finite_leaves_the_others(tmp_path: Path) -> None:
     assert [item.why for item in excluded] == ["the loss at 1 loops is not finite"]
 
 
+def test_a_later_evaluation_adds_loop_counts(tmp_path: Path) -> None:
+    folder = other_run(tmp_path)
+    rows = load_config(folder / "config.yaml").validation.rows
+    task = {"num_requests": rows, "by_loops": {"1": {"loss": 9.0}, "5": {"loss": 3.5}}}
+    (folder / "evaluation").mkdir()
+    path = folder / "evaluation" / "evaluation.json"
+    path.write_text(json.dumps({"step": 60, "tasks": {"loss": task}}))
+    table, excluded = collect([folder])
+    losses = {row.num_loops: row.loss for row in table}
+    assert not excluded and losses[5] == 3.5 and losses[1] < 9 and len(losses) == len(LOOPS) + 1
+    for text, why in (
+        (json.dumps({"step": 40, "tasks": {"loss": task}}), f"is of step 40 and {rows} validation rows"),
+        (json.dumps({"step": 60, "tasks": {}}), "holds no task `loss`"),
+    ):
+        path.write_text(text)
+        table, excluded = collect([folder])
+        assert len(table) == len(LOOPS) and why in excluded[0].why
+
+
 def test_runs_that_are_not_the_planned_ones(written: Written, tmp_path: Path) -> None:
     plan = read_plan(written.plan)
     other = other_run(tmp_path, name=plan[0].name)

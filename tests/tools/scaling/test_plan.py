@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from pretrain.sampling.plan import LoopPlan
 from pretrain.sampling.sampler import Depths
 from tests.test_accounting import _NoModules
 from tests.tools.scaling.study import TINY
-from tools.scaling.plan import CONSTRAINTS, TOLERANCE, PlannedRun, Study, read_plan, write_plan
+from tools.scaling.plan import CONSTRAINTS, TOLERANCE, PlannedRun, Study, read_plan, read_plans, write_plan
 
 SMALL = [
     "model.width=64", "model.num_heads=2", "model.ffn_width=128", "model.vocab_size=250", "model.context_length=96",
@@ -140,6 +141,13 @@ def test_the_sweep_file_is_one_for_the_launcher(tmp_path: Path) -> None:
     for run, overrides in zip(runs, read_sweep(path), strict=True):
         cfg = load_config(config, [*SMALL, *overrides])
         assert (cfg.run.name, cfg.total_steps, cfg.train.seed) == (run.name, run.steps, run.seed)
+    more = study(mean_loops=[1, 2], budgets=[1e11], seeds=[0, 1]).runs()
+    write_plan(more, SMALL, tmp_path / "more")
+    plans = [tmp_path / "plan.json", tmp_path / "more" / "plan.json"]
+    assert len(read_plans(plans)) == 6
+    write_plan([replace(more[0], steps=1)], SMALL, tmp_path / "more")
+    with pytest.raises(ConfigError, match="tiny-1e11-mu1-s0 is another run"):
+        read_plans(plans)
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"plan.json: expected the plan.json of `plan`"):
         read_plan(tmp_path / "plan.json")
