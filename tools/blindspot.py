@@ -2,8 +2,9 @@
 
     python -m tools.blindspot runs/tiny runs/other --data cache/demo --out reports/tiny
 
-MODEL is a run's folder or a checkpoint's. OUT gets report.json (every number), a PNG for each figure, and report.html,
-one page that needs no network, with all models side by side. docs/readout_blind_spot.md says how to read it.
+MODEL is a run's folder, a checkpoint's, or a model in Hugging Face form (exported, or imported from other authors). OUT
+gets report.json (every number), a PNG for each figure, and report.html, one page that needs no network, with all models
+side by side. docs/readout_blind_spot.md says how to read it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pretrain.config.loss import LossConfig
 from pretrain.data.manifest import read_manifest
 from pretrain.diagnostics.interventions import Clamp, Noise, RemoveRadial, ZeroSubspace
 from pretrain.diagnostics.linear import linear_parts
@@ -43,7 +45,8 @@ from pretrain.model.subspace import Directions, readout_directions
 from pretrain.train.metrics import METRICS_NAME, read_metrics
 from tools.baselines import split_rows
 from tools.generate import generate
-from tools.loading import Trained, load_model
+from tools.hf_folder import is_hf_folder, read_folder
+from tools.loading import load_model
 
 SCALES = (0.1, 0.3, 0.5, 1.0, 2.0, 3.0, 10.0)
 NOISE = 0.01
@@ -72,11 +75,32 @@ Record = dict[str, Any]
 """One model's part of report.json: names and numbers."""
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A model to measure; None for what its folder does not tell."""
+
+    model: LoopedLM
+    loss: LossConfig | None = None
+    step: int | None = None
+
+
+def open_model(path: Path, tokenizer: Path, device: torch.device | str) -> Opened:
+    """The model of a run, a checkpoint or a folder in Hugging Face form. Errors: those of load_model, read_folder."""
+    if is_hf_folder(path):
+        cfg, tensors = read_folder(path)
+        with torch.device("meta"):
+            model = LoopedLM(cfg)
+        model.load_state_dict(tensors, strict=True, assign=True)
+        return Opened(model.to(device).eval())
+    trained = load_model(path, device=device, tokenizer=tokenizer)
+    return Opened(trained.model, trained.config.loss, trained.step)
+
+
 class Measurement:
     """One model on the rows of one data set. `record` is everything, ready for JSON."""
 
-    def __init__(self, name: str, trained: Trained, rows: Tensor, settings: Settings, run_folder: Path) -> None:
-        self.name, self.model, self.config, self.step = name, trained.model, trained.config, trained.step
+    def __init__(self, name: str, opened: Opened, rows: Tensor, settings: Settings, run_folder: Path) -> None:
+        self.name, self.model, self.loss, self.step = name, opened.model, opened.loss, opened.step
         self.settings, self.run_folder = settings, run_folder
         self.can_loop = self.model.cfg.family != "gpt"
         self.num_loops = settings.loops if self.can_loop else 1
@@ -121,7 +145,8 @@ class Measurement:
         tokens, _ = self.batches[0]
         return {
             "name": self.name, "family": cfg.family, "readout": cfg.recurrence.readout, "step": self.step,
-            "objective": self.config.loss.objective, "norm_penalty": self.config.loss.norm_penalty,
+            "objective": self.loss.objective if self.loss else None,
+            "norm_penalty": self.loss.norm_penalty if self.loss else None,
             "interloop_norm": cfg.recurrence.interloop_norm, "width": cfg.width_of("core"),
             "parameters": sum(p.numel() for p in self.model.parameters()), "trained_loops": self.trained_loops,
             "rows": sum(len(batch[0]) for batch in self.batches), "row_tokens": tokens.shape[1],
@@ -253,10 +278,10 @@ def read_rows(data: Path, count: int) -> tuple[Tensor, Path, int]:
 def measure(path: Path, name: str, data: Path, settings: Settings, device: torch.device | str = "cpu") -> Record:
     """The record of one model. Errors: CheckpointError and ConfigError of what cannot be measured, with the reason."""
     rows, tokenizer, vocab_size = read_rows(data, settings.rows)
-    trained = load_model(path, device=device, tokenizer=tokenizer)
-    _check(trained.model, path, data, vocab_size)
+    opened = open_model(path, tokenizer, device)
+    _check(opened.model, path, data, vocab_size)
     run_folder = path if (path / METRICS_NAME).is_file() else path.parent.parent
-    return Measurement(name, trained, rows, settings, run_folder).record()
+    return Measurement(name, opened, rows, settings, run_folder).record()
 
 
 def _check(model: LoopedLM, path: Path, data: Path, vocab_size: int) -> None:

@@ -20,6 +20,7 @@ from tests.model.tiny import random_model
 from tests.tools.models import CONTEXT, VOCAB, save_model, write_words
 from tools import blindspot
 from tools.baselines import split_rows
+from tools.hf_folder import Export, write_folder
 from tools.loading import load_model
 
 LAYERS = {"prelude_layers": 1, "core_layers": 1, "coda_layers": 1}
@@ -150,6 +151,21 @@ def test_a_browser_shows_the_page(report: dict[str, Any], folder: Path, tmp_path
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "<title>images 9, fetched 0</title>" in done.stdout
     assert "CONSOLE" not in done.stderr, done.stderr
+
+
+def test_an_exported_model_is_measured_as_the_run_that_it_came_from(folder: Path, tmp_path: Path) -> None:
+    trained = load_model(folder / "runs" / "parcae")
+    export = Export(
+        cfg=trained.model.cfg, tensors=trained.model.state_dict(), dtype=torch.float32, card="", tokenizer=None
+    )
+    (tmp_path / "exported").mkdir()
+    write_folder(export, tmp_path / "exported")
+    options = ["--loops", "2", "--rows", "4", "--repeats", "1", "--new-tokens", "0", "--data", str(folder / "data")]
+    models = [str(folder / "runs" / "parcae"), str(tmp_path / "exported")]
+    assert blindspot.main([*models, "--out", str(tmp_path / "both"), *options]) == 0
+    native, exported = json.loads((tmp_path / "both" / "report.json").read_text())["models"]
+    assert native["ppl"] == exported["ppl"] and native["gradients"] == exported["gradients"]
+    assert (native["step"], exported["step"], exported["objective"]) == (7, None, None)
 
 
 def test_one_loop(folder: Path, tmp_path: Path) -> None:
