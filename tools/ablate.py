@@ -38,6 +38,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from launchers.slurm import is_finished
 from pretrain.config.load import load_config
 from pretrain.errors import STOPPED_EXIT_CODE, ConfigError, PretrainError, TrainingError
 from pretrain.files import write_text
@@ -123,15 +124,11 @@ def trials_of(experiment: Experiment, out: Path, extra: Sequence[str]) -> list[T
 
 def train(experiment: Experiment, trial: Trial, minutes: float | None) -> bool:
     """Runs or resumes a trial; False where it stopped before its end. Errors: TrainingError if it failed."""
+    if is_finished(load_config(experiment.config, trial.overrides)):
+        return True
     limit = [] if minutes is None else [f"train.max_hours={max(minutes, 0.1) / 60:.5f}"]
-    command = [
-        sys.executable,
-        "pretrain/main.py",
-        "--config",
-        str(experiment.config.resolve()),
-        *trial.overrides,
-        *limit,
-    ]
+    config = str(experiment.config.resolve())
+    command = [sys.executable, "pretrain/main.py", "--config", config, *trial.overrides, *limit]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     if code not in (0, STOPPED_EXIT_CODE):
         raise TrainingError(f"run {trial.name} ended with exit code {code}; its output is above")
@@ -159,7 +156,7 @@ def measured(experiment: Experiment, trial: Trial, out: Path, may_measure: bool)
     cfg = load_config(experiment.config, trial.overrides)
     run = out / "runs" / trial.name
     settings = blindspot.Settings(loops=experiment.loops, rows=cfg.validation.rows, new_tokens=0, repeats=1)
-    record = blindspot.measure(run, trial.name, Path(cfg.data.all_sources[0].path), settings)
+    record = blindspot.measure(run, trial.name, ROOT / cfg.data.all_sources[0].path, settings)
     steps = [row for row in read_metrics(run / METRICS_NAME) if "step_sec" in row]
     record |= {
         "overrides": trial.overrides, "variant": trial.variant, "seed": trial.seed,
