@@ -34,6 +34,8 @@ LEVEL = 0.95
 _CHI2_95 = 3.841
 """95% quantile of chi^2 with one degree of freedom."""
 _COMPLEX_STEP = 1e-30
+_LARGEST_LOG = 300.0
+"""Of a coefficient that nothing holds."""
 _ROOM = math.log(10)
 """Constants stay within this of the range of their starts, in log: an exponent of 15 does not overflow yet."""
 
@@ -269,7 +271,7 @@ def _bootstrap(
         drawn = rng.standard_normal(len(unique))
         again.log_loss = model + (noise * drawn if alone else inflated * drawn[member])
         sample[:] = np.log(_values(again, again.polish(v, triangle)[1]))
-    return np.exp(center + stretch * (samples - center))
+    return np.exp(np.clip(center + stretch * (samples - center), -_LARGEST_LOG, _LARGEST_LOG))
 
 
 def _is_identified(problem: Problem, v: Floats, best: float, residuals: Floats, index: int) -> bool:

@@ -44,16 +44,13 @@ PUBLISHED = {
         ISO_DEPTH, "arXiv 2604.21106, joint fit of 116 runs; A and B are not in the text",
         {"E": 1.57, "alpha": 0.199, "beta": 0.369, "phi": 0.459}, {"phi": (0.41, 0.53)},
     ),
-    "iso_depth_r1": Published(ISO_DEPTH, "arXiv 2604.21106, fit of the runs with 1 loop; A, B loosely identified",
-                              {"E": 1.56, "A": 58, "alpha": 0.251, "B": 150, "beta": 0.267, "phi": 0.459}),
-    "iso_depth_r2": Published(ISO_DEPTH, "arXiv 2604.21106, fit of the runs with 2 loops; A, B loosely identified",
-                              {"E": 1.60, "A": 33, "alpha": 0.216, "B": 910, "beta": 0.365, "phi": 0.459}),
-    "iso_depth_r4": Published(ISO_DEPTH, "arXiv 2604.21106, fit of the runs with 4 loops; A, B loosely identified",
-                              {"E": 1.56, "A": 23, "alpha": 0.191, "B": 1_300, "beta": 0.388, "phi": 0.459}),
-    "iso_depth_r8": Published(ISO_DEPTH, "arXiv 2604.21106, fit of the runs with 8 loops; A, B loosely identified",
-                              {"E": 1.69, "A": 41, "alpha": 0.235, "B": 780, "beta": 0.362, "phi": 0.459}),
+    "unlooped": Published(
+        PARAMETRIC, "arXiv 2604.21106, fit of the runs with one loop; the paper calls A and B loosely identified",
+        {"E": 1.56, "X": 58.0, "x": 0.251, "Y": 150.0, "y": 0.267},
+    ),
 }  # fmt: skip
-# The constants that papers leave out: Z and z of Parcae's unified law, and L_inf, Z, z of its test-time curves.
+# What the papers leave out: Z and z of Parcae's unified law, L_inf, Z and z of its test-time curves, and which N is meant
+# in 2604.21106's fits to the runs with 2, 4 and 8 loops alone.
 
 
 @dataclass(frozen=True)

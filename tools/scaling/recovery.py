@@ -34,12 +34,13 @@ MEAN_LOOPS = (2, 4, 6, 8, 10, 12)
 UNIFIED_LOOPS = (1, 2, 4, 8, 16)
 STARTS = 16
 
-# Parcae's training law at 140M. Z, z of the unified law are not published; gamma is (table 14).
+# Parcae's training law at 140M; Z, z of the unified law are not published, gamma is (table 14). The joint fit of
+# 2604.21106, with A and B of its runs with four loops.
 _TRAINING = PUBLISHED["parcae_140m"].constants
 PLANTED: dict[str, tuple[Law, dict[str, float]]] = {
     "parametric": (PARAMETRIC, _TRAINING),
     "unified_learned": (UNIFIED_LEARNED, _TRAINING | {"Z": 1.5, "z": 3.0, "gamma": 1.19}),
-    "iso_depth": (ISO_DEPTH, PUBLISHED["iso_depth_r4"].constants),
+    "iso_depth": (ISO_DEPTH, PUBLISHED["iso_depth"].constants | {"A": 23.0, "B": 1_300.0}),
     "exponential": (EXPONENTIAL, {"L_inf": 2.9, "Z": 1.5, "z": 0.5}),
 }
 ISO_FLOP = {"a": 0.40, "curvature": 0.05}
