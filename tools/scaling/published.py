@@ -49,8 +49,8 @@ PUBLISHED = {
         {"E": 1.56, "X": 58.0, "x": 0.251, "Y": 150.0, "y": 0.267},
     ),
 }  # fmt: skip
-# What the papers leave out: Z and z of Parcae's unified law, L_inf, Z and z of its test-time curves, and which N is meant
-# in 2604.21106's fits to the runs with 2, 4 and 8 loops alone.
+# What the papers leave out: Z and z of Parcae's unified law, L_inf, Z and z of its test-time curves, and which N the
+# fits of 2604.21106 to the runs with 2, 4 and 8 loops alone mean.
 
 
 @dataclass(frozen=True)
