@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: install demo test test-slurm lint bench doctor
+.PHONY: install demo test test-layouts test-slurm test-torture lint bench doctor
 
 install: $(STAMP)
 
@@ -17,13 +17,19 @@ $(STAMP): pyproject.toml
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/python -m tools.demo
+	$(BIN)/python -m tools.demo $(DEMO)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS)
 
+test-layouts: $(STAMP)
+	$(BIN)/python -m pytest -q -m layouts
+
 test-slurm: $(STAMP)
-	$(BIN)/python -m pytest -q -m slurm
+	$(BIN)/python -m pytest -q -rs -m slurm
+
+test-torture: $(STAMP)
+	$(BIN)/python -m pytest -q -n $(JOBS) -m torture
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -28,3 +29,15 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def size_text(num_bytes: int) -> str:
+    """A size for people, in MiB or GiB."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def failure_text(path: Path, error: Exception) -> str:
+    """Why `path` could not be written, with the space that is left there."""
+    if not path.parent.is_dir():
+        return f"{path}: {error} (its folder is gone)"
+    return f"{path}: {error} ({size_text(shutil.disk_usage(path.parent).free)} free)"

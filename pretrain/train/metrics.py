@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import CheckpointError
-from pretrain.files import write_text
+from pretrain.files import failure_text, write_text
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -19,16 +19,25 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends one row. A number that is not finite becomes null: JSON has no NaN, and many readers refuse it."""
-        self._file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
-        self._file.flush()
+        """Appends one row. A number that is not finite becomes null: JSON has no NaN, and many readers refuse it.
+
+        Errors: CheckpointError where the disk takes no more, since a resumed run would miss the row.
+        """
+        try:
+            self._file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise CheckpointError(f"a row was not written: {failure_text(self._path, error)}") from error
 
     def sync(self) -> None:
         """Makes the rows written so far durable: before the checkpoint that lets a resumed run count on them."""
-        os.fsync(self._file.fileno())
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise CheckpointError(f"rows were not written: {failure_text(self._path, error)}") from error
 
     def close(self) -> None:
         """After the last row."""

@@ -48,7 +48,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes] | None] = {
 }
 
 
-def damage(path: Path, damage: Callable[[bytes], bytes] | None) -> None:
+def spoil(path: Path, damage: Callable[[bytes], bytes] | None) -> None:
     if damage is None:
         path.unlink()
     else:
@@ -70,7 +70,7 @@ def test_damage_falls_back_to_the_one_before_and_names_the_file(
     good = path.read_bytes()
     for damage in DAMAGES.values():
         caplog.clear()
-        damage(path, damage)
+        spoil(path, damage)
         assert_holds(_find(tmp_path), 10)
         (skipped, latest) = caplog.messages
         assert skipped.startswith(f"skipping checkpoint {path.parent}: ")
@@ -86,7 +86,7 @@ def test_damage_falls_back_to_the_one_before_and_names_the_file(
 def test_with_none_left_it_is_an_error_and_never_step_0(tmp_path: Path, name: str) -> None:
     save(tmp_path, 10)
     path = step_folder(checkpoints_folder(tmp_path), 10) / name
-    damage(path, DAMAGES["middle byte"])
+    spoil(path, DAMAGES["middle byte"])
     with pytest.raises(CheckpointError, match="will not start over") as error:
         _find(tmp_path)
     assert str(path) in str(error.value)
@@ -226,10 +226,13 @@ def _assert_goes_on(run: Path) -> int:
     return found.step
 
 
-def test_a_kill_before_any_file_operation_of_a_save_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_a_kill_before_any_file_operation_of_a_save_leaves_a_complete_checkpoint(
+    keep_last: int, tmp_path: Path
+) -> None:
     run, copies = tmp_path / "run", tmp_path / "copies"
     save(run, 10, 20)
-    one = writer(run, max_file_bytes=600, keep_last=2)
+    one = writer(run, max_file_bytes=600, keep_last=keep_last)
     # What a kill at that moment would leave: buffers that Python has not flushed are not in the copy either.
     end = _before_file_operations(lambda n: shutil.copytree(run, copies / f"{n:04d}"))
     one.save(slices(30, 2), state(30))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pretrain.config.schema import CheckpointConfig
 from pretrain.errors import CheckpointError, ConfigError
-from pretrain.files import sync_folder, write_text
+from pretrain.files import size_text, sync_folder, write_text
 from pretrain.train.checkpoint.format import check_size, read_manifest
 
 log = logging.getLogger(__name__)
@@ -155,8 +155,3 @@ def check_disk(
                 "and %s has %s free",
                 config.keep_every_steps, num_kept, size_text(total), place, size_text(free),
             )  # fmt: skip
-
-
-def size_text(num_bytes: int) -> str:
-    """A size for people, in MiB or GiB."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from pretrain.config.schema import CheckpointConfig
 from pretrain.errors import CheckpointError
-from pretrain.files import write_text
+from pretrain.files import failure_text, size_text, write_text
 from pretrain.train.checkpoint import folders
 from pretrain.train.checkpoint.find import not_shared
 from pretrain.train.checkpoint.format import (
@@ -188,7 +188,7 @@ class CheckpointWriter:
             raise CheckpointError(f"the checkpoint of step {step} was not saved, earlier ones are untouched: {error}")
         if ranks.rank == 0:
             num_bytes, sec = sum(r.bytes for s in shares for r in s.files.values()), time.perf_counter() - began
-            size, speed = folders.size_text(num_bytes), folders.size_text(round(num_bytes / sec))
+            size, speed = size_text(num_bytes), size_text(round(num_bytes / sec))
             log.info("checkpoint of step %d: %s saved in %.1f s (%s/s)", step, size, sec, speed)
             try:
                 folders.remove_old(self._checkpoints, step, self._config)
@@ -216,7 +216,7 @@ class CheckpointWriter:
             write_text(partial / MANIFEST_NAME, Manifest(step, files).to_text())
             folders.publish(self._checkpoints, step)
         except (OSError, CheckpointError) as error:
-            return _explain(partial, error)
+            return failure_text(partial, error)
         return None
 
 
@@ -255,11 +255,4 @@ def _write_batch(share: Share, path: Path, batch: list[TensorSlice]) -> None:
     try:
         share.files[path.name] = write_tensors(path, {key: x.tensor for key, x in keyed.items()})
     except (OSError, SafetensorError, CheckpointError) as error:
-        share.error = _explain(path, error)
-
-
-def _explain(path: Path, error: Exception) -> str:
-    """The error with the file and the space that is left where it was written."""
-    if not path.parent.is_dir():
-        return f"{path}: {error} (its folder is gone)"
-    return f"{path}: {error} ({folders.size_text(shutil.disk_usage(path.parent).free)} free)"
+        share.error = failure_text(path, error)
