@@ -201,9 +201,10 @@ def _check_start(cfg: Config, folder: Path, reader: CheckpointReader | None) -> 
 def _load(cfg: Config, reader: CheckpointReader | None, engine: ZeroEngine, placement: Placement) -> TrainState:
     """The state to go on from, with its weights and moments in the engine."""
     if reader is not None:
-        placement.check(reader)
-        state = reader.state()
-        engine.load_tensors(placement.read_from(reader), adamw_steps=state.adamw_steps)
+        with reader:  # mapped files would keep the disk space of a checkpoint that is deleted during the run
+            placement.check(reader)
+            state = reader.state()
+            engine.load_tensors(placement.read_from(reader), adamw_steps=state.adamw_steps)
         return state
     if cfg.checkpoint.initial_weights is not None:
         with open_checkpoint(Path(cfg.checkpoint.initial_weights)) as start:
