@@ -230,7 +230,7 @@ class GuardsConfig:
     step_sec: float | None = 600.0
     """A step that takes longer hangs: every rank shows its threads and ends. null: no limit."""
     first_step_sec: float | None = 1_800.0
-    """The same for whatever else happens: start, first step, validation, checkpoint, end. null: no limit."""
+    """The same for what else all ranks do: start, first step, validation, checkpoint, end. null: no limit."""
 
     def __post_init__(self) -> None:
         for key, least in (("spike_window_steps", 2), ("rewind_steps", 1), ("max_rewinds", 0)):

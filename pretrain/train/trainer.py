@@ -90,7 +90,6 @@ class Trainer:
                 number = self.state.step + 1
                 self.watchdog.expect(f"step {number}", "first_step_sec" if number == first else "step_sec")
                 report, timing = self._step()
-                self.watchdog.expect(f"what follows step {number} (validation, checkpoint)")
                 for callback in self.callbacks:
                     callback.on_step(self, report, timing)
                 self._guard(report)
@@ -109,13 +108,19 @@ class Trainer:
 
     def report_probe(self, row: dict[str, Any]) -> None:
         """Hands a probe's row to every callback."""
+        self._expect_reports()
         for callback in self.callbacks:
             callback.on_probe(self, row)
 
     def report_validation(self, losses: dict[int, float], sec: float) -> None:
         """Hands validation losses to every callback."""
+        self._expect_reports()
         for callback in self.callbacks:
             callback.on_validation(self, losses, sec)
+
+    def _expect_reports(self) -> None:
+        """The main rank's reports have a step's limit: the others wait for it in the next step, with that limit."""
+        self.watchdog.expect(f"reporting after step {self.state.step}", "step_sec")
 
     def _step(self) -> tuple[StepReport, Timing]:
         begin = time.perf_counter()

@@ -3,7 +3,8 @@
 A hang on one rank soon holds all of them: the others wait for it in the step's collectives. Each rank therefore watches
 itself. All began the step together, so all their limits pass together, and each shows its own threads, whether its main
 thread sleeps, computes, reads data or waits in a collective. They stay for some seconds more, because the first process
-to end makes the launcher kill the others.
+to end makes the launcher kill the others. What only one rank does has no longer limit than a step: the others would end
+the job before that rank has shown anything.
 """
 
 from __future__ import annotations

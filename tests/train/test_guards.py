@@ -39,7 +39,7 @@ def test_steps_that_are_not_finite_end_the_run_together(stage: int, config: Path
     [
         ("zero.stage=1",),
         pytest.param(("zero.stage=2",), marks=slow),
-        ("zero.stage=3", *MUON),
+        pytest.param(("zero.stage=3", *MUON), marks=slow),
         pytest.param(("parallel.tensor=2",), marks=slow),
         pytest.param(("parallel.pipeline=2", "model.core_layers=2"), marks=slow),
     ],
@@ -57,7 +57,7 @@ def test_a_nan_on_one_rank_is_a_step_that_no_rank_does(
     left_out = train(config, tmp_path / "left_out", *settings, "train.skip_steps=[3]", world=2).check()
     assert_same_weights(run, left_out)
     if "zero.stage" in settings[-1] or MUON[0] in settings:  # ranks that hold the same parameters
-        assert len({re.search("weights (.*)", output)[0] for output in run.outputs}) == 1  # type: ignore[index]
+        assert len({re.findall("^weights .{8}$", output, re.MULTILINE)[0] for output in run.outputs}) == 1
 
 
 def test_five_steps_that_are_not_finite_end_the_run(config: Path, tmp_path: Path) -> None:

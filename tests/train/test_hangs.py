@@ -14,7 +14,9 @@ PATCHES = "tests.train.guard_patches"
 PLACES = {"python": "_sleep", "loader": "_sleep", "collective": "barrier", "lock": "_sleep_with_the_lock"}
 
 
-@pytest.mark.parametrize("how", ["python", "loader", pytest.param("collective", marks=pytest.mark.slow), "lock"])
+@pytest.mark.parametrize(
+    "how", ["loader", "lock", *(pytest.param(how, marks=pytest.mark.slow) for how in ("python", "collective"))]
+)
 def test_all_ranks_show_their_threads_where_one_hangs(how: str, config: Path, tmp_path: Path) -> None:
     """Rank 1 hangs in step 3, with Python's lock or without it, in a loader process or in a collective of its own."""
     settings = ("guards.step_sec=4", "validation.every_steps=null", f"data.num_workers={int(how == 'loader')}")

@@ -38,7 +38,7 @@ def assert_same_weights(run: Run, reference: Run) -> None:
                 assert torch.equal(own.read(name, kind), expected.read(name, kind)), (name, kind)
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
 def test_a_spike_is_skipped_as_if_its_batch_had_been_left_out(stage: int, config: Path, tmp_path: Path) -> None:
     settings = (*SKIP, f"zero.stage={stage}")
     run = train(config, tmp_path / "run", *settings, world=2, patch=PATCH, FACTOR="10", STEPS="[5]").check()
@@ -64,7 +64,7 @@ def test_a_rewind_leaves_out_the_batches_since_the_checkpoint(config: Path, tmp_
 
     start("stopped", "train.stop_step=5").check()
     crashed = start("crashed", CRASH_STEP="8")
-    assert crashed.codes == [1, 1] and crashed.column("rewinds")[-1] == 1
+    assert crashed.codes == [1, 5] and crashed.column("rewinds")[-1] == 1
     for name in ("stopped", "crashed"):
         again = start(name).check()
         assert determined(again) == determined(run)

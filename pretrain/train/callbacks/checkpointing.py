@@ -36,6 +36,7 @@ class Checkpointing(Callback):
 
     def save(self, trainer: Trainer) -> None:
         """Saves the state after the last step."""
+        trainer.watchdog.expect(f"the checkpoint of step {trainer.state.step}")
         self._settle()
         if self.metrics is not None:
             self.metrics.sync()

@@ -41,6 +41,7 @@ class Rewind(Callback):
                 f"{len(state.rewinds)} times (guards.max_rewinds={guards.max_rewinds}): lower optimizer.lr, leave out "
                 "batches with train.skip_steps, or raise guards.max_rewinds; then start again"
             )
+        trainer.watchdog.expect(f"the rewind after step {state.step}")
         self.writer.wait()
         reader = self._find(trainer)
         if reader is None:

@@ -34,6 +34,7 @@ class Validation(Callback):
     def on_step(self, trainer: Trainer, report: StepReport, timing: Timing) -> None:
         every = trainer.cfg.validation.every_steps
         if (every is not None and report.step % every == 0) or report.step == trainer.cfg.total_steps:
+            trainer.watchdog.expect(f"the validation after step {report.step}")
             begin = time.perf_counter()
             losses = self.measure(trainer)
             trainer.report_validation(losses, time.perf_counter() - begin)
