@@ -8,11 +8,14 @@ from pathlib import Path
 from pretrain.config.schema import Config, SourceConfig
 from pretrain.data.manifest import MANIFEST_NAME, Manifest, read_manifest
 from pretrain.errors import ConfigError
+from pretrain.evaluation.catalog import open_tasks
 
 
 def preflight(cfg: Config) -> None:
-    """Raises ConfigError where data, initial weights or the run's folder cannot be what `cfg` says."""
+    """Raises ConfigError where data, tasks, initial weights or the run's folder cannot be what `cfg` says."""
     preflight_data(cfg)
+    evaluation = cfg.evaluation
+    open_tasks(evaluation.tasks, evaluation.task_data, evaluation.core_bundle, evaluation.limit)
     weights = cfg.checkpoint.initial_weights
     if weights is not None and not Path(weights).is_dir():
         raise ConfigError(f"checkpoint.initial_weights={weights!r}: expected the folder of a checkpoint; it is missing")

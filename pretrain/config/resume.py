@@ -45,6 +45,7 @@ RESUME_KEYS: dict[str, tuple[Rule, str]] = {
     "parallel": ("free", "checkpoints do not depend on the layout; the result differs by rounding"),
     "zero": ("free", "checkpoints do not depend on the layout; the result differs by rounding"),
     "validation": ("free", "measured, not trained on"),
+    "evaluation": ("free", "measured, not trained on"),
     "probe": ("free", "measured, not trained on"),
     "checkpoint": ("free", "when and where to save"),
     "checkpoint.initial_weights": ("never", "the run has started from other weights"),

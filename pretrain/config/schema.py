@@ -304,6 +304,33 @@ class ValidationConfig:
 
 
 @dataclass(kw_only=True)
+class EvaluationConfig:
+    """Benchmark tasks during the training (docs/evaluation.md)."""
+
+    tasks: list[str] = field(default_factory=list)
+    """`core`, `text:PATH`, or folders of requests in `task_data`. Empty: none."""
+    every_steps: int | None = None
+    """null: only at the end. 0 is refused."""
+    task_data: str | None = None
+    """Folder with a folder of requests for each task."""
+    core_bundle: str | None = None
+    """Folder of DCLM's tasks."""
+    num_loops: list[int] = field(default_factory=list)
+    """Loop counts to score at. Empty: those of the validation."""
+    limit: int | None = None
+    """Documents of each task. null: all."""
+    batch_tokens: int = 8_192
+    """Tokens in a batch of a rank, padding included."""
+
+    def __post_init__(self) -> None:
+        for key in ("every_steps", "limit"):
+            value = getattr(self, key)
+            require(value is None or value >= 1, f"evaluation.{key}", value, "an integer >= 1, or null")
+        require(all(t >= 1 for t in self.num_loops), "evaluation.num_loops", self.num_loops, "integers >= 1")
+        require(self.batch_tokens >= 1, "evaluation.batch_tokens", self.batch_tokens, "an integer >= 1")
+
+
+@dataclass(kw_only=True)
 class ProbeConfig:
     """What the recurrent state does from loop to loop, measured during training (docs/readout_blind_spot.md)."""
 
@@ -384,6 +411,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

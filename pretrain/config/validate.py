@@ -160,12 +160,14 @@ def _check_depths(cfg: Config) -> None:
         cfg.model.family != "gpt" or cfg.probe.num_loops in (None, 1), "probe.num_loops", cfg.probe.num_loops,
         "1 or null, since model.family=gpt runs each layer once",
     )  # fmt: skip
-    loops = cfg.validation.num_loops
-    require(len(set(loops)) == len(loops), "validation.num_loops", loops, "each loop count once")
-    require(
-        cfg.model.family != "gpt" or set(loops) <= {1}, "validation.num_loops", loops,
-        "[1] or [], since model.family=gpt runs each layer once",
-    )  # fmt: skip
+    for key, loops in (
+        ("validation.num_loops", cfg.validation.num_loops), ("evaluation.num_loops", cfg.evaluation.num_loops),
+    ):  # fmt: skip
+        require(len(set(loops)) == len(loops), key, loops, "each loop count once")
+        require(
+            cfg.model.family != "gpt" or set(loops) <= {1}, key, loops,
+            "[1] or [], since model.family=gpt runs each layer once",
+        )  # fmt: skip
 
 
 def _check_tensor(cfg: Config) -> None:
@@ -216,8 +218,9 @@ def _check_pipeline(cfg: Config) -> None:
     )  # fmt: skip
     require(model.dropout == 0, "model.dropout", model.dropout, f"0, since parallel.pipeline={pipeline}")
     require(
-        cfg.optimizer.name != "muon", "optimizer.name", "muon",
-        f"adamw, since parallel.pipeline={pipeline}; muon runs with parallel.pipeline=1 and any parallel.tensor",
+        not cfg.evaluation.tasks, "evaluation.tasks", cfg.evaluation.tasks,
+        f"[], since parallel.pipeline={pipeline} takes rows of one length only; run tools/evaluate.py on the "
+        "checkpoints instead",
     )  # fmt: skip
     require(
         model.recurrence.granularity != "token", "model.recurrence.granularity", "token",

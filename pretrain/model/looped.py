@@ -410,7 +410,7 @@ class LoopedLM(nn.Module):
 
     @torch.no_grad()
     def loop_scores(self, tokens: Tensor, labels: Tensor, num_loops: Sequence[int], **kwargs: Any) -> Tensor:
-        """`loop_losses`, and 1 where the label is the most likely token: fp32 [len(num_loops), 2, B, S]."""
+        """`loop_losses`, and 1 where the label is the most likely token: [len(num_loops), 2, B, S]."""
         return self._at_loops(self.readout_scores, tokens, labels, num_loops, **kwargs)
 
     def _at_loops(
@@ -433,14 +433,14 @@ class LoopedLM(nn.Module):
         return torch.cat(losses).view(labels.shape)
 
     def readout_scores(self, h: Tensor, ctx: Context, values: Sequence[Tensor | None], labels: Tensor) -> Tensor:
-        """(cross entropy, label is the most likely token) of each token: fp32 [2, B, S], 0 where labels are below 0.
+        """(cross entropy, label is the most likely token) of each token: [2, B, S], 0 where labels are below 0.
 
         Only labelled tokens pass the head, in one call whose logits are whole: for few labels in long rows.
         """
         y = self.ops.enter(self.decode(h, ctx, values))
         logits = self._whole_logits(y[labels >= 0])
         wanted = labels[labels >= 0]
-        scores = torch.zeros(2, *labels.shape, device=labels.device)
-        scores[0, labels >= 0] = F.cross_entropy(logits, wanted, reduction="none").float()
-        scores[1, labels >= 0] = (logits.argmax(-1) == wanted).float()
+        scores = torch.zeros(2, *labels.shape, dtype=logits.dtype, device=labels.device)
+        scores[0, labels >= 0] = F.cross_entropy(logits, wanted, reduction="none")
+        scores[1, labels >= 0] = (logits.argmax(-1) == wanted).to(logits.dtype)
         return scores

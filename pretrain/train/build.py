@@ -34,6 +34,7 @@ from pretrain.sampling import DepthSampler
 from pretrain.train.callbacks import (
     Checkpointing,
     Console,
+    Evaluation,
     Metrics,
     Observer,
     Probe,
@@ -170,6 +171,7 @@ def _built(
             Rewind(folder, ranks, saver, placement),
             *(_reports(cfg, layout, folder, writer) if writer is not None else []),
             Validation(validation_rows, loader.bos_id),
+            *([Evaluation(cfg)] if cfg.evaluation.tasks else []),
             Probe(validation_rows, loader.bos_id, folder),
             Checkpointing(saver, placement, writer),
         ]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from pretrain.config.schema import Config
 from pretrain.data.loader import TrainLoader
 from pretrain.errors import DistributedError, TrainingError
+from pretrain.evaluation.run import TaskResult
 from pretrain.parallel.megatron import Layout
 from pretrain.parallel.zero import ZeroEngine
 from pretrain.train.spikes import is_spike
@@ -48,6 +49,9 @@ class Callback:
 
     def on_validation(self, trainer: Trainer, losses: dict[int, float], sec: float) -> None:
         """After a validation that took `sec` seconds: mean loss per token in nats by loop count."""
+
+    def on_evaluation(self, trainer: Trainer, results: Sequence[TaskResult], sec: float) -> None:
+        """After an evaluation on tasks that took `sec` seconds."""
 
     def on_probe(self, trainer: Trainer, row: dict[str, Any]) -> None:
         """After a probe of the recurrent state: its row of metrics."""
@@ -105,6 +109,12 @@ class Trainer:
     def is_last_step(self) -> bool:
         """Whether no step follows."""
         return self.state.step >= self.cfg.last_step or self.stop_reason is not None
+
+    def report_evaluation(self, results: Sequence[TaskResult], sec: float) -> None:
+        """Hands the results of tasks to every callback."""
+        self._expect_reports()
+        for callback in self.callbacks:
+            callback.on_evaluation(self, results, sec)
 
     def report_probe(self, row: dict[str, Any]) -> None:
         """Hands a probe's row to every callback."""

@@ -1,7 +1,8 @@
-"""What hooks into a run: metrics, console, wandb, validation, probe of the state, checkpoints, profiler."""
+"""What hooks into a run: metrics, console, wandb, validation, tasks, probe of the state, checkpoints, rewinds, profiler."""
 
 from pretrain.train.callbacks.checkpointing import Checkpointing
 from pretrain.train.callbacks.console import Console
+from pretrain.train.callbacks.evaluation import Evaluation
 from pretrain.train.callbacks.metrics import Metrics, Observer
 from pretrain.train.callbacks.probe import Probe
 from pretrain.train.callbacks.profiler import Profiler
@@ -10,5 +11,6 @@ from pretrain.train.callbacks.validation import Validation
 from pretrain.train.callbacks.wandb_logger import WandbLogger
 
 __all__ = [
-    "Checkpointing", "Console", "Metrics", "Observer", "Probe", "Profiler", "Rewind", "Validation", "WandbLogger",
+    "Checkpointing", "Console", "Evaluation", "Metrics", "Observer", "Probe", "Profiler", "Rewind", "Validation",
+    "WandbLogger",
 ]  # fmt: skip

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 from tqdm import tqdm
 
+from pretrain.evaluation.run import TaskResult
 from pretrain.train.rates import Rates
 from pretrain.train.step import StepReport
 from pretrain.train.trainer import Callback, Timing, Trainer
@@ -51,6 +53,12 @@ class Console(Callback):
     def on_validation(self, trainer: Trainer, losses: dict[int, float], sec: float) -> None:
         shown = "  ".join(f"{t} loops {loss:.4f}" for t, loss in losses.items())
         self._say(f"{_step(trainer)} | validation loss: {shown}  ({sec:.1f} s)")
+
+    def on_evaluation(self, trainer: Trainer, results: Sequence[TaskResult], sec: float) -> None:
+        for result in results:
+            shown = "  ".join(f"{t} loops {metrics[result.headline]:.4f}" for t, metrics in result.by_loops.items())
+            self._say(f"{_step(trainer)} | {result.task} {result.headline}: {shown}")
+        self._say(f"{_step(trainer)} | evaluation of {len(results)} tasks in {sec:.1f} s")
 
     def on_end(self, trainer: Trainer) -> None:
         if self.bar is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from pretrain.evaluation.run import TaskResult
 from pretrain.train.rates import Rates
 from pretrain.train.step import StepReport
 from pretrain.train.trainer import Callback, Timing, Trainer
@@ -26,7 +27,8 @@ class Metrics(Callback):
     A step's row has step, loss, grad_norm, lr, tokens, tokens_per_sec, mfu, hfu, num_loops_mean, grad_loops_mean,
     skipped_steps, step_sec, wait_sec, waste (row passes executed over needed), and where the configuration has them the
     terms of the loss, Muon's settings and rewinds; save_failed where a save in the background is found to have failed.
-    A validation's row has step, val_loss by loop count and val_sec, which is not part of any step_sec.
+    A validation's row has step, val_loss by loop count and val_sec, which is not part of any step_sec; that of an
+    evaluation on tasks has step, evaluation by task/metric/loops and evaluation_sec.
     """
 
     def __init__(self, observers: Sequence[Observer], rates: Rates) -> None:
@@ -64,6 +66,15 @@ class Metrics(Callback):
     def on_validation(self, trainer: Trainer, losses: dict[int, float], sec: float) -> None:
         val_loss = {str(t): loss for t, loss in losses.items()}
         self._write({"step": trainer.state.step, "val_loss": val_loss, "val_sec": sec})
+
+    def on_evaluation(self, trainer: Trainer, results: Sequence[TaskResult], sec: float) -> None:
+        values = {
+            f"{result.task}/{metric}/{loops}": value
+            for result in results
+            for loops, metrics in result.by_loops.items()
+            for metric, value in metrics.items()
+        }
+        self._write({"step": trainer.state.step, "evaluation": values, "evaluation_sec": sec})
 
     def on_probe(self, trainer: Trainer, row: dict[str, Any]) -> None:
         self._write(row)
