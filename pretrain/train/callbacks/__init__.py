@@ -1,4 +1,4 @@
-"""What hooks into a run: metrics, console, wandb, validation, tasks, probe of the state, checkpoints, rewinds, profiler."""
+"""What hooks into a run: metrics, console, wandb, validation, tasks, state probe, checkpoints, rewinds, profiler."""
 
 from pretrain.train.callbacks.checkpointing import Checkpointing
 from pretrain.train.callbacks.console import Console
