@@ -3,8 +3,9 @@
     python -m tools.ablate configs/ablations/readout.yaml --out runs/readout [--minutes 5] [section.key=value ...]
 
 Overrides go to every run. What is done is not done again, and a run that was interrupted goes on from its checkpoint;
-with --minutes the command stops after that time with exit code 85. OUT gets the runs, measured/NAME.json of each,
-summary.json and report.html (tools.blindspot). On a cluster the same runs are a sweep:
+with --minutes the command stops after that time with exit code 85. With --in-process runs are trained in this process,
+one after the other, without launcher and checkpoints: for many short ones. OUT gets the runs, measured/NAME.json of
+each, summary.json and report.html (tools.blindspot). On a cluster the same runs are a sweep:
 
     python -m tools.ablate configs/ablations/readout.yaml --out runs/readout --list readout_sweep.yaml
     python launchers/slurm.py --config configs/ablations/blindspot_base.yaml --array readout_sweep.yaml ...
@@ -40,10 +41,13 @@ from yaml import YAMLError
 
 from launchers.slurm import is_finished
 from pretrain.config.load import load_config
+from pretrain.config.schema import Config
 from pretrain.errors import STOPPED_EXIT_CODE, ConfigError, PretrainError, TrainingError
 from pretrain.files import write_text
 from pretrain.train.metrics import METRICS_NAME, read_metrics
+from tools.blindspot import Measurement, Opened, Settings, finite, measure, read_rows
 from tools.report import Section, Table, axes_of, line_figure, markdown, new_figure, write_page
+from tools.short_run import train_short
 
 ROOT = Path(__file__).resolve().parents[1]
 Record = dict[str, Any]
@@ -135,7 +139,9 @@ def train(experiment: Experiment, trial: Trial, minutes: float | None) -> bool:
     return code == 0
 
 
-def measured(experiment: Experiment, trial: Trial, out: Path, may_measure: bool) -> Record | None:
+def measured(
+    experiment: Experiment, trial: Trial, out: Path, *, may_measure: bool, in_process: bool = False
+) -> Record | None:
     """The trial's record: the one of an earlier call, else measured now; None where it is not trained yet.
 
     Errors: ConfigError where the record is of other settings.
@@ -151,24 +157,36 @@ def measured(experiment: Experiment, trial: Trial, out: Path, may_measure: bool)
         return record
     if not may_measure:
         return None
-    from tools import blindspot  # torch
+    record = (_short if in_process else _of_run)(experiment, trial, out)
+    record |= {"overrides": trial.overrides, "variant": trial.variant, "seed": trial.seed, "training": {}}
+    write_text(path, json.dumps(finite(record), allow_nan=False) + "\n")
+    return record
 
+
+def _of_run(experiment: Experiment, trial: Trial, out: Path) -> Record:
+    """Measured on the run's last checkpoint, with the norms and times in its metrics."""
     cfg = load_config(experiment.config, trial.overrides)
     run = out / "runs" / trial.name
-    settings = blindspot.Settings(loops=experiment.loops, rows=cfg.validation.rows, new_tokens=0, repeats=1)
-    record = blindspot.measure(run, trial.name, ROOT / cfg.data.all_sources[0].path, settings)
-    steps = [row for row in read_metrics(run / METRICS_NAME) if "step_sec" in row]
-    record |= {
-        "overrides": trial.overrides, "variant": trial.variant, "seed": trial.seed,
-        "step_sec": statistics.median(row["step_sec"] for row in steps),
-        "norm_by_step": [
-            (row["step"], list(row["probe_norm"].values())[-1])
-            for row in read_metrics(run / METRICS_NAME) if "probe_norm" in row
-        ],
-    }  # fmt: skip
-    record["training"] = {}  # long, and in metrics.jsonl
-    write_text(path, json.dumps(blindspot.finite(record), allow_nan=False) + "\n")
-    return record
+    record = measure(run, trial.name, ROOT / cfg.data.all_sources[0].path, _settings(experiment, cfg))
+    rows = read_metrics(run / METRICS_NAME)
+    return record | {
+        "step_sec": statistics.median(row["step_sec"] for row in rows if "step_sec" in row),
+        "norm_by_step": [(r["step"], list(r["probe_norm"].values())[-1]) for r in rows if "probe_norm" in r],
+    }
+
+
+def _short(experiment: Experiment, trial: Trial, out: Path) -> Record:
+    """Trained in this process and measured."""
+    cfg = load_config(experiment.config, trial.overrides)
+    data, settings = ROOT / cfg.data.all_sources[0].path, _settings(experiment, cfg)
+    finished = train_short(cfg, data)
+    opened, rows = Opened(finished.model, cfg.loss, cfg.last_step), read_rows(data, settings.rows)[0]
+    record = Measurement(trial.name, opened, rows, settings, out / "runs" / trial.name).record()
+    return record | {"step_sec": finished.step_sec, "norm_by_step": finished.norm_by_step}
+
+
+def _settings(experiment: Experiment, cfg: Config) -> Settings:
+    return Settings(loops=experiment.loops, rows=cfg.validation.rows, new_tokens=0, repeats=1)
 
 
 COLUMNS: dict[str, Callable[[Record], float]] = {
@@ -248,7 +266,7 @@ def write_results(experiment: Experiment, out: Path, records: list[Record]) -> T
     return table
 
 
-def run(experiment: Experiment, trials: list[Trial], out: Path, minutes: float | None) -> int:
+def run(experiment: Experiment, trials: list[Trial], out: Path, minutes: float | None, in_process: bool = False) -> int:
     """Trains, measures and reports what is missing; returns the exit code."""
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     records, stopped = [], False
@@ -256,8 +274,10 @@ def run(experiment: Experiment, trials: list[Trial], out: Path, minutes: float |
         record = measured(experiment, trial, out, may_measure=False)
         if record is None and not stopped:
             left = (end - time.monotonic()) / 60
-            stopped = left <= 0 or not train(experiment, trial, None if math.isinf(left) else left)
-            record = None if stopped else measured(experiment, trial, out, may_measure=True)
+            stopped = left <= 0
+            if not (stopped or in_process):
+                stopped = not train(experiment, trial, None if math.isinf(left) else left)
+            record = None if stopped else measured(experiment, trial, out, may_measure=True, in_process=in_process)
         if record is not None:
             records.append(record)
     if records:
@@ -274,6 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("experiment", type=Path, help="file such as configs/ablations/readout.yaml")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs and the report")
     parser.add_argument("--minutes", type=float, help="stop after this time; the same command goes on")
+    parser.add_argument("--in-process", action="store_true", help="train here (tools.short_run): for runs of minutes")
     parser.add_argument("--only", type=lambda text: text.split(","), metavar="A,B", help="run these variants only")
     parser.add_argument("--list", type=Path, metavar="SWEEP", help="write the runs for launchers/slurm.py --array")
     args, overrides = parser.parse_known_args(arguments)
@@ -286,7 +307,7 @@ def main(arguments: list[str] | None = None) -> int:
             write_text(args.list, OmegaConf.to_yaml(OmegaConf.create([trial.overrides for trial in trials])))
             print(f"{args.list}: {len(trials)} runs of {experiment.config}")
             return 0
-        return run(experiment, trials, args.out, args.minutes)
+        return run(experiment, trials, args.out, args.minutes, args.in_process)
     except PretrainError as error:
         print(f"ablate: error: {error}", file=sys.stderr)
         return error.exit_code

@@ -103,6 +103,18 @@ def test_runs_are_trained_once_measured_and_summed_up(
     assert json.loads((out / "summary.json").read_text()).keys() == {"norm"}
 
 
+def test_short_runs_train_in_this_process(experiment: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    settings = ["optimizer.lr=3e-3", "schedule.name=constant", "train.max_steps=30", "probe.every_steps=10"]
+    assert ablate.main([str(experiment), "--out", str(out), "--in-process", "--only", "norm", *settings]) == 0
+    record = json.loads((out / "measured" / "norm_s0.json").read_text())
+    assert [step for step, _ in record["norm_by_step"]] == [10, 20, 30]
+    assert record["step"] == 30 and record["ppl"][3] < 0.8 * VOCAB, "it has learned"
+    assert not (out / "runs").exists()
+    muon = [str(experiment), "--out", str(tmp_path / "muon"), "--in-process", "optimizer.name=muon"]
+    assert ablate.main(muon) == 2
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
