@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
-from tests.helpers import run_ranks
+from tests.helpers import REPOSITORY, end_processes, run_ranks
 
-ONE_OF_A_KIND = ["dp4 ZeRO-3", "tp2xdp2 sequence parallel", "pp2xdp2", "tp2xpp2 sequence parallel"]
-
-
-def compare_layouts(
-    families: list[str], layouts: list[str] | None, optimizers: list[str], num_steps: int
-) -> list[dict[str, Any]]:
-    """Runs in each of four processes: the differences of every layout, judged by the tool's own tolerances."""
-    from pretrain.parallel import megatron
-    from tools.check_layouts import CASES, differences, within
-
-    names = layouts or [case.name for case in CASES]
-    found = [
-        {"case": f"{family} {optimizer} {name}", "good": within("fp32", difference), "difference": repr(difference)}
-        for family, optimizer, name, difference in differences(families, names, optimizers, "fp32", num_steps)
-    ]
-    megatron.shutdown()
-    return found
+NUM_LAYOUTS = 12
 
 
-def _compare(layouts: list[str] | None, num_cases: int) -> None:
-    ranks = run_ranks(
-        4, "tests.test_layouts:compare_layouts", timeout_sec=900,
-        families=["parcae_flt"], layouts=layouts, optimizers=["adamw"], num_steps=3,
+def check_layouts(*arguments: str, timeout_sec: float) -> tuple[int, list[str]]:
+    """Exit code of tools/check_layouts.py, and the lines of its cases."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        [sys.executable, "tools/check_layouts.py", *arguments], cwd=REPOSITORY, env=environment, text=True,
+        stdout=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
-    for rank in ranks:
-        assert len(rank) == num_cases
-        assert [case for case in rank if not case["good"]] == []
+    try:
+        output, _ = process.communicate(timeout=timeout_sec)
+    finally:
+        end_processes([process])
+    return process.returncode, [line for line in output.splitlines() if ", loss " in line]
 
 
-def test_one_layout_of_a_kind_trains_as_one_process_does() -> None:
-    _compare(ONE_OF_A_KIND, 4)
-
-
-@pytest.mark.slow
 def test_every_layout_trains_as_one_process_does() -> None:
-    _compare(None, 12)
+    """The family with everything in it: diagonal injection, feedback, value embeddings, tied matrices."""
+    only = ("--families", "parcae_flt", "--optimizers", "muon", "--precisions", "fp32", "--steps", "3")
+    code, lines = check_layouts(*only, timeout_sec=600)
+    assert code == 0, "\n".join(lines)
+    assert len(lines) == NUM_LAYOUTS
+
+
+@pytest.fixture(scope="module")
+def report() -> list[dict[str, Any]]:
+    """Of each rank of tests/layout_cases.py."""
+    return run_ranks(4, "tests.layout_cases:run", timeout_sec=600)
+
+
+@pytest.mark.layouts
+def test_activation_checkpointing_leaves_gradients_as_they_are(report: list[dict[str, Any]]) -> None:
+    for rank in report:
+        assert len(rank["gradients"]) == 8 * 4 + 4 * 3
+        assert {case: x for case, x in rank["gradients"].items() if not x <= 1e-6} == {}
+
+
+@pytest.mark.layouts
+def test_zero_takes_loop_counts_that_change_with_every_step(report: list[dict[str, Any]]) -> None:
+    for rank in report:
+        assert len(rank["loops"]) == 3 * 4
+        assert {case: x for case, x in rank["loops"].items() if not x <= 1e-5} == {}

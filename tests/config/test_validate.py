@@ -61,7 +61,6 @@ REFUSALS: list[tuple[str, int | None, tuple[str, ...]]] = [
     # pipeline
     ("parallel.pipeline=3", None, ("model.core_layers=2", "parallel.pipeline=3", "parallel.pipeline=2")),
     ("parallel.pipeline=2 model.dropout=0.1", None, ("model.dropout=0.1", "0, since parallel.pipeline=2")),
-    ("parallel.pipeline=2 optimizer.name=muon", None, ("optimizer.name='muon'", "adamw", "parallel.pipeline=2")),
     ("parallel.pipeline=2 model.recurrence.granularity=token", None, ("granularity='token'", "sequence or batch")),
     (
         "parallel.pipeline=2 train.activation_checkpointing=every_k_loops", None,
@@ -119,7 +118,7 @@ def test_every_family_as_its_preset_has_it_is_accepted(make: Any, family: str) -
         ("parallel.tensor=3 parallel.sequence_parallel=true model.context_length=1536 model.vocab_multiple=96", 3),
         ("zero.stage=3 parallel.tensor=2", 4),
         ("zero.stage=0", 2),
-        ("optimizer.name=muon parallel.tensor=2", 2),
+        ("optimizer.name=muon parallel.tensor=2 parallel.pipeline=2", 4),
         ("model.recurrence.granularity=token parallel.tensor=2", 2),
         ("model.dropout=0.1 zero.stage=2", 2),
         ("train.stop_step=100 schedule.warmup_steps=50", 1),

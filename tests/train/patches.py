@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from pretrain.model.layers import Layer
+from pretrain.parallel import zero
+from pretrain.sampling import Depths, DepthSampler
 from pretrain.train.signals import StopSignals
 from pretrain.train.step import StepReport, StepRunner
 
@@ -37,6 +40,36 @@ def fail_in_step_6() -> None:
 def fail_in_step_3_on_the_last_rank() -> None:
     """While the others go on to the step's collectives."""
     before_step(3, _fail, rank=int(os.environ.get("WORLD_SIZE", "1")) - 1)
+
+
+def fail_in_the_core_in_step_3_on_the_last_rank() -> None:
+    """In the middle of a step, while the others are in its collectives."""
+    forward = Layer.forward
+
+    def fail(*_: Any, **__: Any) -> None:
+        Layer.forward = forward  # type: ignore[method-assign]
+        _fail()
+
+    def plant() -> None:
+        Layer.forward = fail  # type: ignore[method-assign, assignment]
+
+    before_step(3, plant, rank=int(os.environ["WORLD_SIZE"]) - 1)
+
+
+def draw_other_depths_in_step_3_on_the_last_rank() -> None:
+    """As another version of numpy would."""
+    draw = DepthSampler.draw
+
+    def other(self: DepthSampler, step: int) -> Depths:
+        last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+        return draw(self, step + 1 if step + 1 == 3 and last else step)
+
+    DepthSampler.draw = other  # type: ignore[method-assign]
+
+
+def partition_small_parameters() -> None:
+    """Stage 3 shards those of a small model too."""
+    zero.PERSISTENT_ELEMENTS = 20
 
 
 def stop_after_step_3_on_rank_1() -> None:

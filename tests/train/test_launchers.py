@@ -17,16 +17,18 @@ from tests.train.forked import train
 BIN = Path(sys.executable).parent
 LAUNCHERS = {
     "python": ([sys.executable], []),
-    "torchrun": ([str(BIN / "torchrun"), "--nproc_per_node", "2"], ["--master_port"]),
-    "deepspeed": ([str(BIN / "deepspeed"), "--num_gpus", "2"], ["--master_port"]),
+    "torchrun": ([str(BIN / "torchrun"), "--nproc_per_node", "WORLD"], ["--master_port"]),
+    "deepspeed": ([str(BIN / "deepspeed"), "--num_gpus", "WORLD"], ["--master_port"]),
 }
 
 
 def launch(
-    launcher: str, *arguments: str, script: str = "pretrain/main.py", timeout_sec: float = 300.0, **environment: str
-) -> tuple[int, str]:
-    """Exit code of the launcher, and all output."""
+    launcher: str, *arguments: str, script: str = "pretrain/main.py", world: int = 2, timeout_sec: float = 300.0,
+    **environment: str,
+) -> tuple[int, str]:  # fmt: skip
+    """Exit code of the launcher, and all output. `world`: processes of those that start several."""
     command, port_option = LAUNCHERS[launcher]
+    command = [str(world) if part == "WORLD" else part for part in command]
     port = [*port_option, str(free_port())] if port_option else []
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
     clean |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled"} | environment
