@@ -32,7 +32,7 @@ except ImportError as error:
 DEFAULT_NEW_TOKENS = 256
 
 
-class LoopedHarnessModel(LM):  # type: ignore[misc]
+class LoopedHarnessModel(LM):
     """The harness's view of a trained model at `loops` loops, one of `num_loops`."""
 
     def __init__(self, trained: Trained, encoder: Encoder, num_loops: Sequence[int], **scoring: Any) -> None:

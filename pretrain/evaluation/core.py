@@ -76,8 +76,8 @@ class CoreTask:
             return [encoder.tail(own, len(own) - scored) for own in ids]
         # A prompt that ends with the delimiter's blank would split the continuation's first token.
         prompt = (shots + item["context"].strip() + self.delimiter).rstrip()
-        ids = encoder.ids(shots + item["context"].strip() + self.delimiter + item["continuation"])
-        return [encoder.tail(ids, common_prefix([encoder.ids(prompt), ids]))]
+        whole = encoder.ids(shots + item["context"].strip() + self.delimiter + item["continuation"])
+        return [encoder.tail(whole, common_prefix([encoder.ids(prompt), whole]))]
 
     def _shots(self, number: int) -> list[dict[str, Any]]:
         others = [item for i, item in enumerate(self.items) if i != number]

@@ -39,9 +39,13 @@ class Scores(NamedTuple):
 class Task(Protocol):
     """One benchmark."""
 
-    name: str
-    headline: str
-    """The metric of the table and the plot."""
+    @property
+    def name(self) -> str:
+        """As the user asked for it."""
+
+    @property
+    def headline(self) -> str:
+        """The metric of the table and the plot."""
 
     def requests(self, encoder: Encoder) -> list[Request]:
         """All requests, in the order of the scores that `metrics` takes."""
