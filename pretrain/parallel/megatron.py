@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from pretrain.errors import ConfigError
 from pretrain.parallel import cpu_shim
@@ -109,7 +110,7 @@ def initialize(
         # Another layout of the same processes: tools/check_layouts.py compares many.
         parallel_state.destroy_model_parallel()
     else:
-        store, rank, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=rendezvous_sec)))
+        store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=rendezvous_sec)))
         store.set_timeout(timedelta(seconds=timeout_sec))
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
