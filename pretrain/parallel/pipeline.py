@@ -257,13 +257,13 @@ class CircularPipeline:
         def see(part: Part, t: int, h: Tensor) -> None:
             if t in wanted:
                 labels, ctx = part.batch.labels, part.invariants["ctx"]
-                out = results.setdefault(id(part), torch.zeros(len(num_loops), *labels.shape, device=x.device))
+                out = results.setdefault(id(part), torch.zeros(len(num_loops), *labels.shape, device=h.device))
                 values = self.model.look_up_values("coda", part.batch.tokens)
-                out[wanted[t + 1]] = self.model.readout_losses(x[: labels.shape[0]], ctx, values, labels)
-            return x
+                out[wanted[t]] = self.model.readout_losses(h, ctx, values, labels)
 
         self.evaluate(parts, max(num_loops), see)
         return [results[id(part)] for part in parts] if self.model.stage.last else None
+
     @torch.no_grad()
     def evaluate(self, parts: list[Part], num_loops: int, see: Callable[[Part, int, Tensor], None]) -> None:
         """Runs the parts' loops without gradient; the last rank calls see(part, t, h_t [B, s, d_h]) from t = 1 on."""
@@ -275,7 +275,6 @@ class CircularPipeline:
             return x
 
         circular_schedule(self.layout, parts, num_loops, chunk, self._shape(parts), self._dtype, backward=False)
-
 
     def _shape(self, parts: list[Part]) -> tuple[int, int, int]:
         rows, length = parts[0].batch.rows.shape[0], self.model.cfg.context_length

@@ -237,10 +237,6 @@ class ZeroEngine:
         self.num_skipped += skipped
         return StepResult(grad_norm=float(self._zero._global_grad_norm), skipped=skipped)
 
-    @property
-    def adamw_steps(self) -> int:
-        """Updates that AdamW's moments have seen: saved and restored beside the tensors."""
-        return self._optimizer.adamw_steps
     def measure_gradients(self, wanted: bool) -> None:
         """Whether the next steps leave what `gradient_norms` reads."""
         self._optimizer.squared_norms = {} if wanted else None
@@ -263,6 +259,10 @@ class ZeroEngine:
         dist.all_reduce(sums, group=layout.world_group)
         return {part: value**0.5 for part, value in zip(GRADIENT_PARTS, sums.tolist(), strict=True) if value > 0}
 
+    @property
+    def adamw_steps(self) -> int:
+        """Updates that AdamW's moments have seen: saved and restored beside the tensors."""
+        return self._optimizer.adamw_steps
 
     def _tensors(self) -> Iterator[tuple[Partition, str, Tensor]]:
         for _, partition in self._partitions:
