@@ -17,7 +17,7 @@ from pretrain.config.load import load_config
 from pretrain.errors import ConfigError, PretrainError
 from pretrain.train.checkpoint.find import open_checkpoint
 from tools.hf_folder import Export, export
-from tools.hf_format import DTYPES
+from tools.hf_format import DTYPES, exported_config, exported_tensors
 from tools.loading import read_parameters, tokenizer_folder
 from tools.model_card import run_card
 
@@ -30,7 +30,7 @@ def load_export(path: Path, dtype: str, tokenizer: Path | None, max_shard_size: 
         config, checkpoints = load_config(reader.config_path), reader.folder.parent
         run_folder = checkpoints.parent if checkpoints.name == "checkpoints" else None
         return Export(
-            cfg=config.model,
+            cfg=exported_config(config.model),
             tensors=read_parameters(config, reader),
             dtype=DTYPES[dtype],
             card=run_card(config, reader.step, reader.state(), run_folder),
@@ -56,10 +56,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--max-shard-size", default="5GB", help="size of a weights file (%(default)s)")
     args = parser.parse_args(argv)
     try:
-        differences = export(load_export(args.path, args.dtype, args.tokenizer, args.max_shard_size), args.out)
+        model = load_export(args.path, args.dtype, args.tokenizer, args.max_shard_size)
+        differences = export(model, args.out)
     except PretrainError as error:
         print(f"convert_to_hf: error: {error}", file=sys.stderr)
         return error.exit_code
+    if left_out := sorted(model.tensors.keys() - exported_tensors(model.tensors).keys()):
+        print(f"left out, since only auxiliary losses use them: {', '.join(left_out)}")
     shown = ", ".join(f"{value:.1e} at {loops}" for loops, value in differences.items())
     print(f"{args.out}: loads as exported; logits differ from the native model's by (loops) {shown}")
     return 0

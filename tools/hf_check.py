@@ -68,7 +68,8 @@ def _check_logits(model: Any, tensors: dict[str, torch.Tensor], report: dict[str
 @torch.no_grad()
 def _check_greedy(model: Any, tensors: dict[str, torch.Tensor], num_loops: int) -> Iterator[str]:
     prompt, greedy = tensors["prompt"], tensors["greedy"]
-    settings = {"do_sample": False, "num_loops": num_loops, "eos_token_id": None, "pad_token_id": 0}
+    model.generation_config.eos_token_id = None
+    settings = {"do_sample": False, "num_loops": num_loops, "pad_token_id": 0}
     own = model.generate(prompt, max_new_tokens=greedy.shape[1] - prompt.shape[1], **settings)
     if torch.equal(own, greedy):
         return

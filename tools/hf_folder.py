@@ -70,12 +70,17 @@ def whole_folder(out: Path) -> Iterator[Path]:
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out}: exists; choose another output folder or move it away")
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    new_parents = [folder for folder in out.absolute().parents if not folder.exists()]
     try:
         partial.mkdir(parents=True)
         yield partial
         os.rename(partial, out)
-    finally:
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        for folder in new_parents:
+            with contextlib.suppress(OSError):  # another process has put something there
+                folder.rmdir()
+        raise
 
 
 def export(model: Export, out: Path) -> dict[str, float]:
@@ -97,23 +102,23 @@ def write_folder(model: Export, folder: Path) -> None:
     cfg, names = model.cfg, {torch.float32: "float32", torch.bfloat16: "bfloat16"}
     config: dict[str, Any] = {
         "architectures": ["LoopedForCausalLM"], "auto_map": CLASSES, "model_type": MODEL_TYPE,
-        "dtype": names[model.dtype], "use_cache": False, **hf_config(cfg),
+        "dtype": names[model.dtype], **hf_config(cfg),
     }  # fmt: skip
     generation: dict[str, Any] = {"use_cache": True}
-    metadata = {"format": "pt"}
     if model.tokenizer is not None:
         ids = _copy_tokenizer(model.tokenizer, folder, cfg)
         config |= ids
         # Documents follow one another with <|bos|> before each, so it also is what ends a text.
         generation |= ids | {"eos_token_id": [i for i in (ids["bos_token_id"], ids["eos_token_id"]) if i is not None]}
-        metadata["tokenizer_sha256"] = tokenizer_sha256(model.tokenizer)
+        config["tokenizer_sha256"] = tokenizer_sha256(model.tokenizer)
     for path in sorted(CODE.glob("*_looped.py")):
         shutil.copyfile(path, folder / path.name)
     for name, data in (("config.json", config), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(model.card, encoding="utf-8")
     tensors = hf_tensors(cfg, model.tensors, model.dtype)
-    save_torch_state_dict(tensors, folder, max_shard_size=model.max_shard_size, metadata=metadata)
+    # One entry: safetensors writes several in an order that varies, and equal weights are to give equal bytes.
+    save_torch_state_dict(tensors, folder, max_shard_size=model.max_shard_size, metadata={"format": "pt"})
     for path in folder.glob("*.safetensors"):
         path.chmod(0o644)  # safetensors makes files that only their owner may read
 
@@ -133,14 +138,18 @@ def _copy_tokenizer(source: Path, folder: Path, cfg: ModelConfig) -> dict[str, i
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     settings |= {"padding_side": "left", "model_max_length": cfg.context_length}
+    settings["model_input_names"] = ["input_ids", "attention_mask"]
     settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
 
 
 @torch.no_grad()
-def write_case(model: Export, path: Path) -> None:
-    """What tools/hf_check.py compares a folder with: computed by this project's model from the exported weights."""
+def write_case(model: Export, path: Path, more_loops: tuple[int, ...] = ()) -> None:
+    """What tools/hf_check.py compares a folder with: computed by this project's model from the exported weights.
+
+    Logits are those of 1, 2 and the mean number of loops, and of `more_loops`.
+    """
     cfg = model.cfg
     exported = hf_tensors(cfg, model.tensors, model.dtype)
     native = LoopedLM(cfg).eval()
@@ -153,7 +162,7 @@ def write_case(model: Export, path: Path) -> None:
         text = TEXT
         tokens = torch.tensor([PreTrainedTokenizerFast.from_pretrained(model.tokenizer)(text)["input_ids"][:length]])
     num_loops = cfg.recurrence.default_loops
-    case = {f"logits.{loops}": native.logits(tokens, loops) for loops in sorted({1, 2, num_loops})}
+    case = {f"logits.{loops}": native.logits(tokens, loops) for loops in sorted({1, 2, num_loops, *more_loops})}
     case["prompt"] = tokens[:, : max(1, length // 4)].clone()
     new_tokens = min(GREEDY_TOKENS, cfg.context_length - case["prompt"].shape[1])
     case["greedy"] = _greedy(native, case["prompt"], new_tokens, num_loops)

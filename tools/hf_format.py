@@ -1,18 +1,20 @@
 """Configuration and tensors of a model in Hugging Face form (pretrain/hf), and back.
 
-Names of parameters are the same in both. The form has no padding of the vocabulary and, where they are tied, no second
-copy of the embedding. Its configuration is flat and resolved, so that it can be read without ours.
+Names of parameters are the same in both. The form has no padding of the vocabulary, no second copy of a tied embedding
+and none of the heads that only auxiliary losses use. Its configuration is flat and resolved, so that it can be read
+without ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pretrain.config.model import ModelConfig, RecurrenceConfig
+from pretrain.config.model import AuxiliaryConfig, ModelConfig, RecurrenceConfig
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.model.imports import parameter_shapes
 from pretrain.model.state import state_std
@@ -37,6 +39,16 @@ _TRAINING_LOOP = (
     "curriculum_steps",
 )  # fmt: skip
 _QK_NORM_EPS = 2.0**-23
+
+
+def exported_config(cfg: ModelConfig) -> ModelConfig:
+    """The model section without the heads that only auxiliary losses use."""
+    return replace(cfg, auxiliary=AuxiliaryConfig())
+
+
+def exported_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters without those heads."""
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("auxiliary.")}
 
 
 def hf_config(cfg: ModelConfig) -> dict[str, Any]:
@@ -93,10 +105,10 @@ def _has_vocabulary(name: str) -> bool:
 
 
 def hf_tensors(cfg: ModelConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The parameters without the vocabulary's padding, in `dtype`; A_log and dt_bias stay fp32."""
+    """What is exported of the parameters, without the vocabulary's padding, in `dtype`; A_log and dt_bias stay fp32."""
     result = {}
-    for name in sorted(tensors):
-        tensor = tensors[name][: cfg.vocab_size] if _has_vocabulary(name) else tensors[name]
+    for name, whole in sorted(exported_tensors(tensors).items()):
+        tensor = whole[: cfg.vocab_size] if _has_vocabulary(name) else whole
         exact = name.endswith(("A_log", "dt_bias"))
         result[name] = tensor.to(torch.float32 if exact else dtype, copy=True).contiguous()
     return result

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True, dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained(PATH)
-inputs = tokenizer("The river", return_tensors="pt", return_token_type_ids=False)
+inputs = tokenizer("The river", return_tensors="pt")
 tokens = model.generate(**inputs, num_loops={loops}, max_new_tokens=64)                 # more loops, more compute
 tokens = model.generate(**inputs, exit_rule="kl", exit_threshold=1e-3, max_new_tokens=64)   # fewer where they suffice
 ```

@@ -156,8 +156,6 @@ class LoopedConfig(PretrainedConfig):
         self.exit_threshold = exit_threshold
         self.cache_mode = cache_mode
         self.training = training or {}
-        # A cache of every loop is large; only generation, which asks for it, is to pay for it.
-        kwargs.setdefault("use_cache", False)
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
     @property

@@ -197,13 +197,10 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):
         counts; exit_rule and exit_threshold: see ExitTest. Errors: TypeError for a foreign cache, ValueError for
         arguments that do not fit.
         """
-        config = self.config
-        num_loops = config.num_loops if num_loops is None else num_loops
-        if isinstance(num_loops, bool) or not isinstance(num_loops, int) or num_loops < 1:
-            raise ValueError(f"num_loops={num_loops!r}: expected an integer >= 1")
+        num_loops = self._checked_loops(num_loops)
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError(f"logits_to_keep={logits_to_keep}: expected 0 where labels are given")
-        exits = ExitTest.of(exit_rule, exit_threshold, config)
+        exits = ExitTest.of(exit_rule, exit_threshold, self.config)
         cache = self._usable_cache(past_key_values, use_cache)
         # Tokens that have exited take their entries of the loop before from a cache, so one is needed for the call.
         ctx, positions, valid = self._context(
@@ -212,29 +209,36 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):
         e = self.encode(input_ids, ctx, positions)
         h = self._initial_state(initial_state, e, positions)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        loops = Loops(self, input_ids, e, ctx, exits, valid, output_loop_logits, keep)
-        states = loops.run(h, num_loops)
-        y = self.decode(states[-1], ctx, loops.coda_values)
+        loops = Loops(self, input_ids, e, ctx, exits, valid, output_loop_logits, bool(output_hidden_states), keep)
+        y = self.decode(loops.run(h, num_loops), ctx, loops.coda_values)
         logits = self.read_out(y[:, keep])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=config.vocab_size, num_items_in_batch=num_items_in_batch
-            )
         if cache is not None:
             cache.length += input_ids.shape[1]
         output = LoopedOutput(
-            loss=loss,
+            loss=self._loss(logits, labels, num_items_in_batch),
             logits=logits,
-            hidden_states=(e, *states, y) if output_hidden_states else None,
+            hidden_states=(e, *loops.states, y) if output_hidden_states else None,
             loop_logits=torch.stack([*loops.logits, logits]) if output_loop_logits else None,
             exit_loops=loops.exit_loops,
             **{CACHE_NAME: cache},
         )
         return output.to_tuple() if return_dict is False else output
 
+    def _checked_loops(self, num_loops: int | None) -> int:
+        num_loops = self.config.num_loops if num_loops is None else num_loops
+        if isinstance(num_loops, bool) or not isinstance(num_loops, int) or num_loops < 1:
+            raise ValueError(f"num_loops={num_loops!r}: expected an integer >= 1")
+        return num_loops
+
+    def _loss(self, logits: Tensor, labels: Tensor | None, num_items: Tensor | int | None) -> Tensor | None:
+        if labels is None:
+            return None
+        size = self.config.vocab_size
+        return self.loss_function(logits=logits, labels=labels, vocab_size=size, num_items_in_batch=num_items)
+
     def _usable_cache(self, cache: LoopedCache | None, use_cache: bool | None) -> LoopedCache | None:
         if cache is None:
+            # Not by default: it holds every loop, and only generation, which asks for it, has a use for it.
             return self.new_cache() if use_cache else None
         if not isinstance(cache, LoopedCache):
             raise TypeError(
@@ -331,29 +335,32 @@ class Loops:
         exits: ExitTest | None,
         valid: Tensor | None,
         read_all: bool,
+        keep_states: bool,
         keep: slice | Tensor,
     ) -> None:
         self.model, self.ctx, self.exits, self.read_all, self.keep = model, ctx, exits, read_all, keep
+        self.keep_states = keep_states
         self.drive = model.injection.input(e)
         self.core_values = model.look_up_values("core", input_ids)
         self.coda_values = model.look_up_values("coda", input_ids)
         self.running: Tensor | None = None
         self.exit_loops: Tensor | None = None
+        self.states: list[Tensor] = []
         self.logits: list[Tensor] = []
         """Of every loop but the last."""
         if exits is not None:
             self.running = torch.ones_like(input_ids, dtype=torch.bool) if valid is None else valid
             self.exit_loops = torch.ones_like(input_ids)
 
-    def run(self, h: Tensor, num_loops: int) -> list[Tensor]:
-        """The states [B, S, d_h] after each loop, until the last one or until every token has exited."""
-        states = []
+    def run(self, h: Tensor, num_loops: int) -> Tensor:
+        """The state [B, S, d_h] after the last loop, or after the one in which the last token has exited."""
         for loop in range(num_loops):
             h = self.model.core_step(h, self.drive, self.ctx, self.core_values, loop, self.running)
-            states.append(h)
+            if self.keep_states:
+                self.states.append(h)
             if loop + 1 == num_loops or not self._goes_on(h, loop):
                 break
-        return states
+        return h
 
     def _goes_on(self, h: Tensor, loop: int) -> bool:
         """Reads out what is needed of a loop that may not be the last; whether any token runs another one."""

@@ -68,6 +68,15 @@ def test_beams_and_sampling(family: str) -> None:
 
 
 @torch.no_grad()
+def test_generation_keeps_a_cache_by_itself() -> None:
+    exported, ids = model("parcae"), tokens(1, 4)
+    result = exported.generate(ids, max_new_tokens=3, num_loops=2, return_dict_in_generate=True, **GREEDY)
+    cache = result[CACHE_NAME]
+    assert isinstance(cache, LoopedCache) and (cache.get_seq_length(), len(cache)) == (6, 2 + 2 * 2)
+    assert exported(ids).get(CACHE_NAME) is None
+
+
+@torch.no_grad()
 def test_more_loops_than_in_training_and_the_default() -> None:
     exported, ids = model("parcae"), tokens(1, 4)
     by_default = exported.generate(ids, max_new_tokens=4, **GREEDY)
