@@ -140,6 +140,8 @@ def test_demo_end_to_end(
     }
     assert demo.verdict(demo.Losses(5.0, 4.0, {1: 4.0, 4: 3.7}, 4)) == 0
     assert demo.verdict(demo.Losses(5.0, 4.0, {1: 3.0, 4: 3.9}, 4)) == 1
+    assert demo.verdict(demo.Losses(5.0, 4.0, {1: 5.0, 4: 4.7}, 4), short=True) == 0
+    assert demo.verdict(demo.Losses(5.0, 4.0, {1: 4.0, 4: 4.9}, 4), short=True) == 1
 
     trained = load_model(folder)
     assert (trained.step, trained.config.train.max_steps) == (3, 3)
