@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -80,7 +81,7 @@ class PrivateSlurm:
     `folder` should be short: a socket's path has at most 108 characters.
     """
 
-    def __init__(self, folder: Path, *, nodes: int = 2, cpus: int = 4, gpus: int = 2) -> None:
+    def __init__(self, folder: Path, *, nodes: int = 2, cpus: int = 8, gpus: int = 2) -> None:
         self.folder, self.node_names = folder, [f"n{i}" for i in range(nodes)]
         self._cpus, self._gpus = cpus, gpus
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -113,18 +114,22 @@ class PrivateSlurm:
             raise AssertionError(f"{error}\n{(self.folder / 'slurmctld.log').read_text()[-3000:]}") from None
 
     def stop(self) -> None:
-        """Cancels every job and ends the daemons."""
-        if self._daemons:
-            self.run("scancel", "--user=root", check=False)
-            wait_until(lambda: not self.run("squeue", "-h", check=False), 30, "all jobs to end")
-        for daemon in reversed(self._daemons):
-            daemon.terminate()
-            try:
-                daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                end_processes([daemon])
-        if self._hosts_before is not None:
-            HOSTS.write_text(self._hosts_before)
+        """Kills every job and ends the daemons."""
+        try:
+            if self._daemons:
+                for how in (("--signal=KILL", "--full"), ()):
+                    self.run("scancel", "--user=root", *how, check=False)
+                with contextlib.suppress(AssertionError):  # what is left ends with the daemons
+                    wait_until(lambda: not self.run("squeue", "-h", check=False), 15, "all jobs to end")
+        finally:
+            for daemon in reversed(self._daemons):
+                daemon.terminate()
+                try:
+                    daemon.wait(10)
+                except subprocess.TimeoutExpired:
+                    end_processes([daemon])
+            if self._hosts_before is not None:
+                HOSTS.write_text(self._hosts_before)
 
     def run(self, *command: str, check: bool = True) -> str:
         """Output of one of SLURM's commands; AssertionError with its words if `check` and it fails three times."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ model:
   recurrence: {{mean_loops: 2}}
 data: {{path: DATA, num_workers: 1}}
 optimizer: {{lr: 1e-3}}
-train: {{max_steps: 400, global_batch_size: 16, micro_batch_size: 4, precision: fp32, activation_checkpointing: none}}
+train: {{max_steps: 300, global_batch_size: 16, micro_batch_size: 4, precision: fp32, activation_checkpointing: none}}
 validation: {{every_steps: 50, rows: 8}}
 checkpoint: {{every_steps: 40}}
 logging: {{wandb: disabled}}
@@ -37,6 +38,7 @@ def slurm() -> Iterator[PrivateSlurm]:
     """Two idle nodes, n0 and n1."""
     if reason := why_not():
         pytest.skip(reason)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit must not leave daemons behind
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
         cluster = PrivateSlurm(Path(folder))
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -13,6 +14,8 @@ from typing import Any
 
 from tests.helpers import REPOSITORY
 from tests.slurm.cluster import PrivateSlurm, wait_until
+
+log = logging.getLogger(__name__)
 
 DETERMINED = ("step", "loss", "grad_norm", "lr", "tokens", "num_loops_mean", "skipped_steps", "val_loss")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
@@ -99,14 +102,9 @@ class Job:
         return found
 
     def freeze(self) -> None:
-        """Stops every process where it is, so that the run is not over before SLURM has acted."""
+        """Stops every process where it is, so that the run is not over before SLURM acts; its signals continue it."""
         for pid in self.processes():
             os.kill(pid, signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """Lets them go on."""
-        for pid in self.processes():
-            os.kill(pid, signal.SIGCONT)
 
     def main_process(self, rank: int) -> int:
         """The process id of a task; its loader processes are its children."""
@@ -131,7 +129,10 @@ class Job:
         return state["JobState"] == "RUNNING" and state["Restarts"] == str(restarts)
 
     def _wait(self, condition: Any, what: str) -> float:
+        what = f"{what} of job {self.job_id}"
         try:
-            return wait_until(condition, PATIENCE_SEC, f"{what} of job {self.job_id}")
+            seconds = wait_until(condition, PATIENCE_SEC, what)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.state}\n{self.words[-6000:]}") from None
+        log.info("waited %.0f s for %s", seconds, what)
+        return seconds
