@@ -282,8 +282,8 @@ def differences(own: Path, straight: Path) -> Iterator[str]:
             yield f"{own.name}: state {mine.state()}, expected {reference.state()}"
         for name in reference.names():
             for kind in reference.kinds(name):
-                a, b = mine.read(name, kind), reference.read(name, kind)
-                if not torch.equal(a.view(torch.int32), b.view(torch.int32)):
+                bits = [reader.read(name, kind).view(torch.int32) for reader in (mine, reference)]
+                if not torch.equal(*bits):
                     yield f"{own.name}: {name} ({kind}) differs"
     names = [sorted(os.listdir(run / "checkpoints")) for run in (own, straight)]
     if names[0] != names[1]:
