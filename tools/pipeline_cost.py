@@ -36,8 +36,8 @@ from pretrain.parallel.megatron import Layout, circular_schedule
 from pretrain.planning import Plan
 from pretrain.sampling import Depths, DepthSampler, LoopPlan, LoopStep, form_micro_batches
 
-ROW_SEC = 1.5e-3
-"""Sleep of a row in one loop on one rank, forward. Sending a tensor takes some 0.2 ms on an idle machine."""
+ROW_SEC = 10e-3
+"""Sleep of a row in one loop on one rank, forward. Sending a tensor takes some 0.2 ms, on busy cores 2 ms."""
 NUM_STEPS = 500
 """Draws that the wasted row passes are counted over."""
 
