@@ -42,12 +42,9 @@ class Line(NamedTuple):
 @cache
 def lines() -> list[Line]:
     """Of the table whose first column is called `parameters`."""
-    rows = [row.strip("|").split("|") for row in PAGE.read_text().splitlines() if row.startswith("|")]
-    cells = [[cell.strip() for cell in row] for row in rows]
-    start = next(i for i, row in enumerate(cells) if row[0] == "parameters")
-    found = [Line([p.strip(" `") for p in row[0].split(",")], *row[1:]) for row in cells[start + 2 :] if len(row) == 4]
-    assert len(found) > 5
-    return found
+    _, table = PAGE.read_text().split("| parameters |", 1)
+    rows = [row.strip("|").split("|") for row in table.partition("\n\n")[0].splitlines()[2:]]
+    return [Line([p.strip(" `") for p in row[0].split(",")], *(cell.strip() for cell in row[1:])) for row in rows]
 
 
 def line_of(name: str) -> Line:
