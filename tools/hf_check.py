@@ -83,7 +83,7 @@ def _check_greedy(model: Any, tensors: dict[str, torch.Tensor], num_loops: int) 
 def _check_tokenizer(folder: str, tokens: torch.Tensor, text: str) -> Iterator[str]:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     ids = tokenizer(text)["input_ids"][: tokens.shape[1]]
     if ids != tokens[0].tolist():
         yield f"the exported tokenizer gives other ids: {ids[:8]}..., expected {tokens[0, :8].tolist()}..."

@@ -29,7 +29,7 @@ chooses how often.
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True, dtype="auto")
-tokenizer = AutoTokenizer.from_pretrained(PATH)
+tokenizer = AutoTokenizer.from_pretrained(PATH, trust_remote_code=True)
 inputs = tokenizer("The river", return_tensors="pt")
 tokens = model.generate(**inputs, num_loops={loops}, max_new_tokens=64)                 # more loops, more compute
 tokens = model.generate(**inputs, exit_rule="kl", exit_threshold=1e-3, max_new_tokens=64)   # fewer where they suffice

@@ -83,7 +83,7 @@ def main(folders: list[str]) -> int:
     """Runs all checks on each folder."""
     torch.set_num_threads(1)
     for folder in folders:
-        model, tokenizer = load(folder), AutoTokenizer.from_pretrained(folder)
+        model, tokenizer = load(folder), AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
         generate(model, tokenizer)
         reload(model)
         fine_tune(model, tokenizer)
