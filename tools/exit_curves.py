@@ -49,10 +49,14 @@ def loss_and_loops(
 
 def curves(model: LoopedForCausalLM, rows: Tensor, num_loops: int) -> dict[str, list[tuple[float, float, float]]]:
     """(threshold, mean loops, loss) of each rule, and of fixed numbers of loops under `fixed`."""
-    fixed = [(float(t), *reversed(loss_and_loops(model, rows, t))) for t in range(1, num_loops + 1)]
-    result = {"fixed": fixed}
+
+    def point(x: float, loops: int, rule: str = "none", threshold: float | None = None) -> tuple[float, float, float]:
+        loss, mean_loops = loss_and_loops(model, rows, loops, rule, threshold)
+        return x, mean_loops, loss
+
+    result = {"fixed": [point(t, t) for t in range(1, num_loops + 1)]}
     for rule, thresholds in THRESHOLDS.items():
-        result[rule] = [(x, *reversed(loss_and_loops(model, rows, num_loops, rule, x))) for x in thresholds]
+        result[rule] = [point(x, num_loops, rule, x) for x in thresholds]
     return result
 
 
@@ -62,8 +66,8 @@ def plot(points: dict[str, list[tuple[float, float, float]]], path: Path) -> Non
     axes = figure.add_subplot(xlabel="mean loops per token", ylabel="validation loss, nats per token")
     for name, values in points.items():
         _, loops, losses = zip(*values, strict=True)
-        style = {"color": "black", "linestyle": "--"} if name == "fixed" else {}
-        axes.plot(loops, losses, marker="o", markersize=4, label=name, **style)
+        color, style = ("black", "--") if name == "fixed" else (None, "-")
+        axes.plot(loops, losses, marker="o", markersize=4, label=name, color=color, linestyle=style)
     axes.legend()
     figure.savefig(path, dpi=150)
 
