@@ -37,15 +37,19 @@ def layout_of(case: Case) -> Layout:
     return megatron.initialize(case.tensor, case.pipeline, case.sequence_parallel, 120.0)
 
 
+def policies(case: Case) -> list[str]:
+    """Of activation checkpointing, those that the layout does not refuse."""
+    if case.stage == 3:
+        return ["none"]
+    return ["none", "loop", "layer", *(["every_k_loops"] if case.pipeline == 1 else [])]
+
+
 def checkpointing() -> dict[str, float]:
     """Of the first moments after one step, which are the gradients: each policy against none, in the same layout."""
     found = {}
     for case in CASES:
-        layout, policies = layout_of(case), ["none", "loop", "layer", "every_k_loops"]
-        if case.pipeline > 1:
-            policies.remove("every_k_loops")  # refused
-        traces = {}
-        for policy in policies:
+        layout, traces = layout_of(case), {}
+        for policy in policies(case):
             cfg = tiny_config(FAMILY, "adamw", "fp32", case, policy)
             cfg.model.init = "normal"  # no gradient is zero in the first step
             traces[policy] = train(cfg, layout, num_steps=1)
@@ -63,7 +67,7 @@ def changing_loops(single: Layout) -> dict[str, float]:
     reference = train(tiny_config(FAMILY, "adamw", "fp32", Case("one process")), single, len(LOOPS), sampler)
     for case in (case for case in CASES if case.name.startswith("dp4")):
         layout = layout_of(case)
-        for policy in ("none", "loop", "layer", "every_k_loops"):
+        for policy in policies(case):
             cfg = tiny_config(FAMILY, "adamw", "fp32", case, policy)
             trace = train(cfg, layout, len(LOOPS), sampler)
             difference = Difference.between(trace, reference, layout, partition_dims(cfg))

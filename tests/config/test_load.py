@@ -260,7 +260,7 @@ def test_a_saved_configuration_loads_back_equal(tmp_path: Path, lr: float, eps: 
 
 
 def test_the_saved_file_holds_every_key_and_nothing_derived(tmp_path: Path) -> None:
-    (tmp_path / "far.yaml").write_text("data: {sources: [{path: a}]}\n")
+    (tmp_path / "far.yaml").write_text("data: {sources: [{path: a}]}\nloss: {z_loss: 1, schedules: [{term: z_loss}]}\n")
     saved = yaml.safe_load(dump_config(load(tmp_path, "base: far.yaml\n")))
 
     def flat(tree: dict[str, Any], prefix: str = "") -> set[str]:

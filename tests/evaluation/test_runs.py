@@ -22,7 +22,7 @@ model:
   {family: parcae, vocab_size: 270, context_length: 32, width: 32, num_heads: 2, ffn_width: 32, prelude_layers: 1,
    core_layers: 1, coda_layers: 1, recurrence: {mean_loops: 3}}
 data: {path: FOLDER/data, num_workers: 0}
-train: {max_steps: 3, global_batch_size: 8, micro_batch_size: 4, precision: fp32}
+train: {max_steps: 3, global_batch_size: 8, micro_batch_size: 4, precision: fp32, activation_checkpointing: none}
 schedule: {warmup_steps: 0}
 validation: {rows: 20}
 evaluation:
