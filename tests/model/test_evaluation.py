@@ -68,7 +68,7 @@ def test_loop_counts_above_the_trained_mean(family: str) -> None:
     for count, loss in zip(loops, losses, strict=True):
         logits = model.logits(tokens, count)
         expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-        torch.testing.assert_close(loss, expected.float(), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(loss, expected, atol=1e-12, rtol=1e-12)
 
 
 def test_the_default_loop_count_is_the_mean() -> None:
