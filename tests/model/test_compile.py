@@ -70,8 +70,8 @@ def assert_equal_training(eager: LoopedLM, compiled: LoopedLM, batch: MicroBatch
 
 @pytest.mark.parametrize(
     ("family", "documents"),
-    [("parcae", False), ("parcae", True), ("flt", False), ("parcae_flt", False), ("rdm", False)],
-)  # fmt: skip
+    [("parcae", True), ("flt", False), *(pytest.param(f, False, marks=pytest.mark.slow) for f in ("parcae", "rdm"))],
+)
 def test_two_graphs_for_all_depths(family: str, documents: bool) -> None:
     eager = random_model(tiny_config(family, {"mean_loops": 4.0, "backprop_loops": 3}, core_layers=1))
     compiled, backend = compiled_copy(eager)
@@ -94,7 +94,7 @@ def test_two_graphs_for_all_depths(family: str, documents: bool) -> None:
     assert backend.graphs == 2
 
 
-@pytest.mark.parametrize("policy", ["loop", "every_k_loops"])
+@pytest.mark.parametrize("policy", ["loop", pytest.param("every_k_loops", marks=pytest.mark.slow)])
 def test_checkpointing_keeps_graphs_and_gradients(policy: str) -> None:
     eager = random_model(tiny_config("parcae_flt", {"mean_loops": 4.0}, core_layers=1))
     compiled, backend = compiled_copy(eager)
