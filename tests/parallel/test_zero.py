@@ -25,7 +25,7 @@ def _assert_holds(reports: list[dict[str, Any]], num_cases: int) -> None:
     assert not broken, "\n".join(broken)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_data_parallel(world: int) -> None:
     """Losses, norms, weights, accumulation, bit-exact resume, non-finite steps, at stages 1, 2, 3, AdamW and Muon."""
     _assert_holds(run_ranks(world, "tests.parallel.zero_cases:data_parallel_cases"), num_cases=33)
