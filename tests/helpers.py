@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,8 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -84,3 +88,14 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout_sec: float) -> None:
         if None not in codes or any(codes):
             return
         time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def mounted_disk(path: Path, size: str) -> Iterator[Path]:
+    """A file system of `size` (as mount writes it) at the new folder `path`; skips the test where only root may."""
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.decode().strip()}")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)

@@ -14,11 +14,12 @@ import sys
 from pathlib import Path
 
 from pretrain.config.load import load_config
+from pretrain.data.sources import tokenizer_folder
 from pretrain.errors import ConfigError, PretrainError
 from pretrain.train.checkpoint.find import open_checkpoint
 from tools.hf_folder import Export, export
 from tools.hf_format import DTYPES, exported_config, exported_tensors
-from tools.loading import read_parameters, tokenizer_folder
+from tools.loading import read_parameters
 from tools.model_card import run_card
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -25,6 +26,7 @@ from pretrain.errors import ConfigError, PretrainError
 from pretrain.evaluation.catalog import open_tasks
 from pretrain.evaluation.requests import Encoder
 from pretrain.evaluation.run import TaskResult, core_by_loops, evaluate
+from pretrain.train.callbacks.validation import usual_loops
 from pretrain.train.inputs import Inputs
 from tools.baselines import split_rows
 from tools.loading import Trained, load_model
@@ -63,7 +65,7 @@ def validation_loss(
         dist.all_reduce(sums)
     *totals, num_tokens, num_bytes = sums.tolist()
     by_loops = {
-        t: {"loss": total / num_tokens, "bpb": total / num_bytes / torch.tensor(2.0).log().item()}
+        t: {"loss": total / num_tokens, "bpb": total / num_bytes / math.log(2)}
         for t, total in zip(num_loops, totals, strict=True)
     }
     return TaskResult(LOSS, "loss", by_loops, len(chosen), 0)
@@ -185,10 +187,8 @@ def main(argv: Sequence[str]) -> int:
         if args.out.is_file() or (args.out / f"{NAME}.json").exists():
             raise ConfigError(f"--out {args.out}: there are results, or it is a file; expected another folder")
         trained = load_model(args.model, device=device)
-        recurrence = trained.config.model.recurrence
-        looped = trained.config.model.family != "gpt"
-        args.num_loops = args.num_loops or (sorted({1, 2, 4, recurrence.default_loops}) if looped else [1])
-        if not looped and args.num_loops != [1]:
+        args.num_loops = args.num_loops or usual_loops(trained.config.model)
+        if trained.config.model.family == "gpt" and args.num_loops != [1]:
             raise ConfigError(f"--num-loops: {args.model} is a gpt, which has no loops; expected 1")
         if size > 1:
             dist.init_process_group("nccl" if cuda else "gloo")

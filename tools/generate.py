@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast, TextStreamer
 
 from pretrain.config.load import load_config
 from pretrain.data.manifest import tokenizer_sha256
+from pretrain.data.sources import tokenizer_folder
 from pretrain.errors import ConfigError, PretrainError
 from pretrain.hf.cache_looped import MODES
 from pretrain.hf.configuration_looped import LoopedConfig
@@ -30,7 +31,7 @@ from pretrain.model.looped import LoopedLM
 from pretrain.train.checkpoint.find import open_checkpoint
 from tools.hf_folder import is_hf_folder, read_folder
 from tools.hf_format import DTYPES, hf_config, hf_tensors
-from tools.loading import Trained, read_parameters, tokenizer_folder
+from tools.loading import Trained, read_parameters
 
 
 @torch.no_grad()

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from pretrain.config.load import load_config
 from pretrain.config.schema import Config
-from pretrain.data.manifest import read_manifest, tokenizer_sha256
+from pretrain.data.manifest import tokenizer_sha256
+from pretrain.data.sources import tokenizer_folder
 from pretrain.errors import CheckpointError
 from pretrain.model.imports import parameter_shapes
 from pretrain.model.looped import LoopedLM
@@ -61,9 +62,3 @@ def read_parameters(config: Config, reader: CheckpointReader) -> dict[str, Tenso
             "version that wrote it can read it"
         )
     return {name: reader.read(name) for name in saved}
-
-
-def tokenizer_folder(config: Config) -> Path:
-    """The tokenizer of the run's first data set."""
-    data = Path(config.data.all_sources[0].path)
-    return data / read_manifest(data, shards_are_local=False).tokenizer.path

@@ -119,3 +119,9 @@ def _fetch(source: SourceConfig, remote: str, name: str) -> None:
             "data_prep/build_shards.py, and credentials as mosaicml-streaming documents them"
         ) from error
     os.replace(part, path)
+
+
+def tokenizer_folder(cfg: Config) -> Path:
+    """The tokenizer of the first data set."""
+    data = Path(cfg.data.all_sources[0].path)
+    return data / read_manifest(data, shards_are_local=False).tokenizer.path

@@ -438,9 +438,9 @@ class LoopedLM(nn.Module):
         Only labelled tokens pass the head, in one call whose logits are whole: for few labels in long rows.
         """
         y = self.ops.enter(self.decode(h, ctx, values))
-        logits = self._whole_logits(y[labels >= 0])
-        wanted = labels[labels >= 0]
+        valid = labels >= 0
+        logits, wanted = self._whole_logits(y[valid]), labels[valid]
         scores = torch.zeros(2, *labels.shape, dtype=logits.dtype, device=labels.device)
-        scores[0, labels >= 0] = F.cross_entropy(logits, wanted, reduction="none")
-        scores[1, labels >= 0] = (logits.argmax(-1) == wanted).to(logits.dtype)
+        scores[0, valid] = F.cross_entropy(logits, wanted, reduction="none")
+        scores[1, valid] = (logits.argmax(-1) == wanted).to(logits.dtype)
         return scores

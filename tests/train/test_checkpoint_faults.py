@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from pretrain.train.checkpoint.find import find_checkpoint, open_checkpoint
 from pretrain.train.checkpoint.folders import check_disk, checkpoints_folder, list_steps, step_folder
 from pretrain.train.checkpoint.ranks import Ranks
 from pretrain.train.checkpoint.reader import CheckpointReader
+from tests.helpers import mounted_disk
 from tests.train.checkpoints import assert_holds, save, slices, state, writer
 
 FILES = ("manifest.json", "index.json", "state.json", "config.yaml", "tensors_00000_00000.safetensors")
@@ -269,13 +269,8 @@ def test_sigkill_in_a_save_and_a_run_that_goes_on(tmp_path: Path, kill_at: int) 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.decode().strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with mounted_disk(tmp_path / "disk", "2m") as path:
+        yield path
 
 
 @pytest.mark.parametrize("free_bytes", [0, 100, 5_000, 9_000])

@@ -6,7 +6,6 @@ import errno
 import itertools
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from pretrain.train.checkpoint.folders import checkpoints_folder, list_steps, step_folder
+from tests.helpers import mounted_disk
 from tests.train.forked import Run, train
 from tests.train.patches import before_step
 from tests.train.test_checkpoint_faults import DAMAGES, spoil
@@ -95,13 +95,8 @@ WIDE = ("model.vocab_size=4096", "model.width=128", *SETTINGS[:2])
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 50 MB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=50m", "tmpfs", str(path)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.decode().strip()}")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
+    with mounted_disk(tmp_path / "disk", "50m") as path:
+        yield path
 
 
 def fill_the_disk_in_step_3() -> None:

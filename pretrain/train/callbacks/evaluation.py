@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from pretrain.config.schema import Config
-from pretrain.data.manifest import read_manifest
+from pretrain.data.sources import tokenizer_folder
 from pretrain.evaluation.catalog import open_tasks
 from pretrain.evaluation.requests import Encoder
 from pretrain.evaluation.run import evaluate
@@ -23,9 +22,8 @@ class Evaluation(Callback):
     """Every `evaluation.every_steps` steps and at the schedule's end. Collective; data-parallel ranks share batches."""
 
     def __init__(self, cfg: Config) -> None:
-        settings, data = cfg.evaluation, Path(cfg.data.all_sources[0].path)
-        folder = data / read_manifest(data, shards_are_local=False).tokenizer.path
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        settings = cfg.evaluation
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder(cfg))
         self.encoder = Encoder(tokenizer, cfg.model.context_length)
         self.tasks = open_tasks(settings.tasks, settings.task_data, settings.core_bundle, settings.limit)
         self.num_loops = settings.num_loops or validation_loops(cfg)

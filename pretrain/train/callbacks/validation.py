@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from pretrain.config.model import ModelConfig
 from pretrain.config.schema import Config
 from pretrain.data.documents import IGNORED_LABEL
 from pretrain.data.validation import ValidationRows
@@ -15,10 +16,13 @@ from pretrain.train.trainer import Callback, Timing, Trainer
 
 
 def validation_loops(cfg: Config) -> list[int]:
-    """The loop counts to report: as set, or 1, 2, 4 and mu."""
-    if cfg.model.family == "gpt":
-        return [1]
-    return cfg.validation.num_loops or sorted({1, 2, 4, cfg.model.recurrence.default_loops})
+    """The loop counts to report: as set, or `usual_loops`."""
+    return cfg.validation.num_loops or usual_loops(cfg.model)
+
+
+def usual_loops(model: ModelConfig) -> list[int]:
+    """1, 2, 4 and mu; 1 for a gpt."""
+    return [1] if model.family == "gpt" else sorted({1, 2, 4, model.recurrence.default_loops})
 
 
 class Validation(Callback):
