@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launchers.ending import describe, is_worth_a_restart, read_ending, restart_count
+from launchers.ending import describe, is_worth_a_restart, job_name, read_ending, restart_count
 from pretrain.errors import STOPPED_EXIT_CODE
 
 SCONTROL_SEC, SCONTROL_TRIES, SCONTROL_WAIT_SEC = 60, 5, 3
@@ -39,7 +39,8 @@ def main(argv: Sequence[str]) -> int:
         _say("a task that was killed cannot report; srun's messages name it: 'task RANK: Killed'")
     reason = reason_to_stay_away(exit_code, restart_count(os.environ), args.max_requeues)
     if reason is None:
-        reason = requeue(os.environ["SLURM_JOB_ID"])
+        # One run of a sweep has the whole array's id in SLURM_JOB_ID: `scontrol requeue` of that would hit them all.
+        reason = requeue(job_name(os.environ))
     done = restart_count(os.environ) + (reason is None)
     _say(f"requeued ({done} of {args.max_requeues})" if reason is None else f"not requeued: {reason}")
     return exit_code
@@ -55,7 +56,7 @@ def reason_to_stay_away(exit_code: int, restarts: int, max_requeues: int) -> str
 
 
 def requeue(job_id: str) -> str | None:
-    """Has SLURM queue the job again; returns None, or why the job is left alone."""
+    """Has SLURM queue the job (ID, or ARRAY_INDEX) again; returns None, or why the job is left alone."""
     shown = _scontrol("--oneliner", "show", "job", job_id)
     if shown.returncode:
         return f"scontrol show job {job_id}: {shown.stderr.strip()}"
@@ -81,7 +82,7 @@ def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"job {os.environ['SLURM_JOB_ID']}: {text}\n")
+    sys.stdout.write(f"job {job_name(os.environ)}: {text}\n")
     sys.stdout.flush()
 
 

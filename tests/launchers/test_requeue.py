@@ -26,7 +26,7 @@ class Scontrol:
     def install(self) -> None:
         program = self.folder / "scontrol"
         program.write_text(
-            f'#!/bin/sh\nif [ "$2" = show ]; then echo "{self.state}"; exit 0; fi\n'
+            f'#!/bin/sh\nif [ "$2" = show ]; then echo "$4" >> {self.folder}/shown; echo "{self.state}"; exit 0; fi\n'
             f'echo "$@" >> {self.folder}/asked\n[ $(wc -l < {self.folder}/asked) -gt {self.failures} ] && exit 0\n'
             'echo "no such job" >&2\nexit 1\n'
         )
@@ -34,7 +34,15 @@ class Scontrol:
 
     @property
     def asked(self) -> list[str]:
-        path = self.folder / "asked"
+        return self._lines("asked")
+
+    @property
+    def shown(self) -> list[str]:
+        """The jobs that `show job` was asked about."""
+        return self._lines("shown")
+
+    def _lines(self, name: str) -> list[str]:
+        path = self.folder / name
         return path.read_text().splitlines() if path.exists() else []
 
 
@@ -45,6 +53,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scontrol:
     monkeypatch.setenv("SLURM_JOB_ID", "9")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+    monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
     return Scontrol(tmp_path)
 
 
@@ -79,6 +88,14 @@ def test_a_cancelled_job_is_not(scontrol: Scontrol, capsys: pytest.CaptureFixtur
     record(scontrol, STOPPED_EXIT_CODE)
     assert run(scontrol, 0) == STOPPED_EXIT_CODE
     assert scontrol.asked == [] and "not requeued: SLURM has already ended the job" in capsys.readouterr().out
+
+
+def test_a_run_of_a_sweep_is_requeued_alone(scontrol: Scontrol, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last run of an array has the array's id, which stands for all of its runs."""
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "9")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    assert run(scontrol, 137) == 137
+    assert scontrol.asked == ["requeue 9_2"] and scontrol.shown == ["9_2"]
 
 
 def test_a_killed_task_is_a_reason_to_start_again(scontrol: Scontrol, capsys: pytest.CaptureFixture[str]) -> None:

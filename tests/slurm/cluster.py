@@ -6,10 +6,12 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.helpers import end_processes, free_port
@@ -75,6 +77,26 @@ def why_not() -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Running:
+    """A process as /proc shows it; `variables` are those that it was started with."""
+
+    id: int
+    command: list[str]
+    variables: dict[str, str]
+
+
+def running_processes() -> Iterator[Running]:
+    """The processes of this machine, without those that have ended meanwhile."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command, variables = ((folder / name).read_text(errors="replace") for name in ("cmdline", "environ"))
+        except OSError:
+            continue
+        pairs = (entry.partition("=") for entry in variables.split("\0"))
+        yield Running(int(folder.name), command.split("\0"), {name: value for name, _, value in pairs})
+
+
 class PrivateSlurm:
     """Nodes n0, n1, ... of `cpus` processors and `gpus` pretended GPUs; partitions main and, preempting it, high.
 
@@ -114,20 +136,15 @@ class PrivateSlurm:
             raise AssertionError(f"{error}\n{(self.folder / 'slurmctld.log').read_text()[-3000:]}") from None
 
     def stop(self) -> None:
-        """Kills every job and ends the daemons."""
+        """Ends the daemons and everything that they have started: each process carries this SLURM_CONF."""
         try:
-            if self._daemons:
-                for how in (("--signal=KILL", "--full"), ()):
-                    self.run("scancel", "--user=root", *how, check=False)
-                with contextlib.suppress(AssertionError):  # what is left ends with the daemons
-                    wait_until(lambda: not self.run("squeue", "-h", check=False), 15, "all jobs to end")
-        finally:
             for daemon in reversed(self._daemons):
                 daemon.terminate()
-                try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     daemon.wait(10)
-                except subprocess.TimeoutExpired:
-                    end_processes([daemon])
+        finally:
+            end_processes(self._daemons)
+            wait_until(lambda: not self._kill_jobs(), 30, "the jobs' processes to end")
             if self._hosts_before is not None:
                 HOSTS.write_text(self._hosts_before)
 
@@ -146,6 +163,14 @@ class PrivateSlurm:
         """What scontrol says about a job, by name."""
         words = self.run("scontrol", "--oneliner", "show", "job", job_id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def _kill_jobs(self) -> list[int]:
+        """Ids of the processes that have just been killed."""
+        own = [p.id for p in running_processes() if p.variables.get("SLURM_CONF") == self.environment["SLURM_CONF"]]
+        for process_id in own:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
+        return own
 
     def _daemon(self, *command: str) -> None:
         with (self.folder / "daemons.log").open("ab") as output:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import REPOSITORY
-from tests.slurm.cluster import PrivateSlurm, wait_until
+from tests.slurm.cluster import PrivateSlurm, running_processes, wait_until
 
 log = logging.getLogger(__name__)
 
@@ -87,19 +87,14 @@ class Job:
 
     def processes(self) -> dict[int, int]:
         """Rank of each process of the job that runs pretrain/main.py, by process id; loader processes included."""
-        found, own_id = {}, self.state["JobId"]
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                variables = (path / "environ").read_bytes().split(b"\0")
-                program, *arguments = (path / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            values = dict(v.split(b"=", 1) for v in variables if b"=" in v)
+        own_id = self.state["JobId"]
+        return {
+            process.id: int(process.variables["SLURM_PROCID"])
+            for process in running_processes()
             # srun has the same words in its command line.
-            is_task = b"submitit.core._submit" in arguments and not program.endswith(b"srun")
-            if is_task and values[b"SLURM_JOB_ID"].decode() == own_id:
-                found[int(path.name)] = int(values[b"SLURM_PROCID"])
-        return found
+            if "submitit.core._submit" in process.command and not process.command[0].endswith("srun")
+            if process.variables["SLURM_JOB_ID"] == own_id
+        }
 
     def freeze(self) -> None:
         """Stops every process where it is, so that the run is not over before SLURM acts; its signals continue it."""
@@ -114,14 +109,8 @@ class Job:
         return pid
 
     def _has_daemons(self) -> bool:
-        title = f"slurmstepd: [{self.state['JobId']}.".encode()
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                if path.read_bytes().startswith(title):
-                    return True
-            except OSError:
-                continue
-        return False
+        title = f"slurmstepd: [{self.state['JobId']}."
+        return any(process.command[0].startswith(title) for process in running_processes())
 
     def _is_running(self, restarts: int) -> bool:
         state = self.state

@@ -99,7 +99,7 @@ def test_the_interrupted_job_leaves_the_same_trace(slurm: PrivateSlurm, interrup
     straight = start(slurm, config, interrupted.folder.parent, "straight")
     straight.wait_for("COMPLETED")
     interrupted.wait_for("COMPLETED")
-    assert len(straight.rows) == 300 + 6
+    assert len(straight.rows) == 160 // 5 + 4
     assert interrupted.rows == straight.rows
     assert straight.state["Requeue"] == "0" and straight.state["ExitCode"] == "0:0"
 
