@@ -39,8 +39,6 @@ def layout_of(case: Case) -> Layout:
 
 def policies(case: Case) -> list[str]:
     """Of activation checkpointing, those that the layout does not refuse."""
-    if case.stage == 3:
-        return ["none"]
     return ["none", "loop", "layer", *(["every_k_loops"] if case.pipeline == 1 else [])]
 
 

@@ -27,7 +27,6 @@ def validate(cfg: Config, world_size: int | None) -> None:
     _check_pipeline(cfg)
     _check_zero(cfg)
     _check_compile(cfg)
-    _check_recomputation(cfg)
     _check_checkpoints(cfg)
     _check_rewind(cfg)
     if world_size is not None:
@@ -268,16 +267,6 @@ def _check_compile(cfg: Config) -> None:
     require(
         cfg.train.activation_checkpointing != "layer", "train.activation_checkpointing", "layer",
         "loop, since train.compile=true compiles a whole loop as one graph; or every_k_loops or none",
-    )  # fmt: skip
-
-
-def _check_recomputation(cfg: Config) -> None:
-    """Ranks whose rows differ in depth would gather sharded parameters in different orders in backward."""
-    policy = cfg.train.activation_checkpointing
-    require(
-        cfg.zero.stage < 3 or policy == "none", "train.activation_checkpointing", policy,
-        "none, since zero.stage=3 shards the parameters that recomputation needs, and ranks of different depths would "
-        "gather them in different orders; or zero.stage=2, which keeps them whole",
     )  # fmt: skip
 
 

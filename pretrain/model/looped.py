@@ -273,7 +273,8 @@ class LoopedLM(nn.Module):
         state = h_0[:0]
         with torch.no_grad():
             for loop in range(len(loops.no_grad)):
-                state = self._loop(state, h_0, inputs, loops, loop, grad=False)
+                updated = self._update(state, h_0, inputs, loops, loop, grad=False)
+                state = self._advance(state, updated, h_0, loops, loop, grad=False)
         state = self._at_grad_loops(state, h_0, loops)
         group = {"loop": 1, "every_k_loops": self.loops_per_checkpoint}.get(self.checkpointing)
         size = group or len(loops.grad)
@@ -281,15 +282,19 @@ class LoopedLM(nn.Module):
             part = range(start, min(start + size, len(loops.grad)))
 
             def segment(state: Tensor, part: range = part) -> tuple[Tensor, ...]:
-                states = []
+                updates: list[Tensor] = []
                 for loop in part:
-                    state = self._loop(state, h_0, inputs, loops, loop, grad=True)
-                    states.append(state)
-                return tuple(states)
+                    if updates:
+                        state = self._advance(state, updates[-1], h_0, loops, loop - 1, grad=True)
+                    updates.append(self._update(state, h_0, inputs, loops, loop, grad=True))
+                return tuple(updates)
 
-            states = self.checkpointed(segment, state) if group and torch.is_grad_enabled() else segment(state)
-            yield from states
-            state = states[-1]
+            # Recomputation stops at the last tensor that backward needs, which under ZeRO-3 must lie in the same module
+            # on all ranks: they gather what it leaves behind together. So what waits is put back outside.
+            updates = self.checkpointed(segment, state) if group and torch.is_grad_enabled() else segment(state)
+            for loop, updated in zip(part, updates, strict=True):
+                state = self._advance(state, updated, h_0, loops, loop, grad=True)
+                yield state
 
     def _at_grad_loops(self, state: Tensor, h_0: Tensor, loops: Loops) -> Tensor:
         """The state where the gradient loops begin: a constant, except that what had no update yet still is h_0.
@@ -305,20 +310,23 @@ class LoopedLM(nn.Module):
             updated = loops.token_no_grad[:started, :, None] > 0
         return torch.where(updated, state, h_0[:started])
 
-    def _loop(self, state: Tensor, h_0: Tensor, inputs: LoopInputs, loops: Loops, loop: int, grad: bool) -> Tensor:
-        """One loop: the state [b, s, d_h] of the rows so far, joined by newcomers with their h_0, updated.
+    def _update(self, state: Tensor, h_0: Tensor, inputs: LoopInputs, loops: Loops, loop: int, grad: bool) -> Tensor:
+        """The core step of one loop, on the rows so far and newcomers with their h_0."""
+        count = (loops.grad if grad else loops.no_grad)[loop].computed
+        h = _join(state, h_0, count)
+        first, _ = self.marks(loops, loop, grad, h.device)
+        return self._core_step(h, inputs.rows(count), first)
 
-        What waits passes through the core with the rest and keeps its state: rows beyond the active ones, and tokens
-        of a smaller count than the loops left in this phase, which meanwhile serve keys and values from that state
-        (before its first update, h_0). So all rows and tokens end together. The discarded update stays in the graph
-        with a gradient of zero: under ZeRO-3 a rank without active rows still gives every parameter its gradient.
+    def _advance(self, state: Tensor, updated: Tensor, h_0: Tensor, loops: Loops, loop: int, grad: bool) -> Tensor:
+        """The state after a loop: `updated`, except that what waits keeps its own.
+
+        What waits passes through the core with the rest: rows beyond the active ones, and tokens of a smaller count
+        than the loops left in this phase, which meanwhile serve keys and values from the state that they keep (before
+        its first update, h_0). So all rows and tokens end together. The discarded update stays in the graph with a
+        gradient of zero: under ZeRO-3 a rank without active rows still gives every parameter its gradient.
         """
-        step = (loops.grad if grad else loops.no_grad)[loop]
-        joined, count = state.shape[0], step.computed
-        h = state if joined == count else torch.cat((state, h_0[joined:count]))
-        first, waiting = self.marks(loops, loop, grad, h.device)
-        updated = self._core_step(h, inputs.rows(count), first)
-        return updated if waiting is None else torch.where(waiting, h, updated)
+        _, waiting = self.marks(loops, loop, grad, updated.device)
+        return updated if waiting is None else torch.where(waiting, _join(state, h_0, len(updated)), updated)
 
     def marks(
         self, loops: Loops, loop: int, grad: bool, device: torch.device
@@ -444,3 +452,9 @@ class LoopedLM(nn.Module):
         scores[0, valid] = F.cross_entropy(logits, wanted, reduction="none")
         scores[1, valid] = (logits.argmax(-1) == wanted).to(logits.dtype)
         return scores
+
+
+def _join(state: Tensor, h_0: Tensor, count: int) -> Tensor:
+    """The state of the first `count` rows: those so far, and newcomers with their h_0."""
+    joined = state.shape[0]
+    return state if joined == count else torch.cat((state, h_0[joined:count]))

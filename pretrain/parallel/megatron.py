@@ -108,7 +108,7 @@ def initialize(
 
     if dist.is_initialized():
         # Another layout of the same processes: tools/check_layouts.py compares many.
-        parallel_state.destroy_model_parallel()
+        _destroy_model_parallel()
     else:
         store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=rendezvous_sec)))
         store.set_timeout(timedelta(seconds=timeout_sec))
@@ -222,3 +222,17 @@ def shutdown() -> None:
 
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def _destroy_model_parallel() -> None:
+    """Destroys megatron-core's groups and leaves the world. Collective over all.
+
+    megatron-core only forgets them; each gloo group would keep its threads, which wake up a hundred times a second.
+    """
+    from megatron.core import parallel_state
+
+    dist.barrier()
+    for group in parallel_state._global_process_group_list or []:
+        if group is not None:
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()

@@ -75,7 +75,6 @@ REFUSALS: list[tuple[str, int | None, tuple[str, ...]]] = [
     ("train.compile=true parallel.tensor=2", None, ("train.compile=True", "false, since parallel.tensor=2")),
     ("train.compile=true parallel.pipeline=2", None, ("train.compile=True", "false, since parallel.pipeline=2")),
     ("train.compile=true zero.stage=3", None, ("train.compile=True", "false, since zero.stage=3", "zero.stage=2")),
-    ("zero.stage=3", None, ("activation_checkpointing='loop'", "none, since zero.stage=3", "or zero.stage=2")),
     (
         "train.compile=true train.activation_checkpointing=layer", None,
         ("activation_checkpointing='layer'", "loop, since train.compile=true"),
@@ -117,7 +116,7 @@ def test_every_family_as_its_preset_has_it_is_accepted(make: Any, family: str) -
     [
         ("parallel.tensor=2 parallel.pipeline=2", 8),
         ("parallel.tensor=3 parallel.sequence_parallel=true model.context_length=1536 model.vocab_multiple=96", 3),
-        ("zero.stage=3 parallel.tensor=2 train.activation_checkpointing=none", 4),
+        ("zero.stage=3 parallel.tensor=2 train.activation_checkpointing=every_k_loops", 4),
         ("zero.stage=0", 2),
         ("optimizer.name=muon parallel.tensor=2 parallel.pipeline=2", 4),
         ("model.recurrence.granularity=token parallel.tensor=2", 2),

@@ -61,12 +61,13 @@ def assert_same_checkpoint(run: Run, reference: Run) -> None:
 def test_processes_zero_stages_and_micro_batches_change_nothing(
     settings: tuple[str, ...], stages: tuple[int, ...], config: Path, tmp_path: Path
 ) -> None:
-    """Depths are drawn per row: under stage 3 ranks run each other's loops along (lockstep)."""
+    """Depths are drawn per row: under stage 3 ranks run each other's loops along (lockstep), also to recompute them."""
     settings = (*settings, "train.max_steps=5", "model.recurrence.backprop_loops=2")
     alone = train(config, tmp_path / "alone", *settings, "train.micro_batch_size=8").check()
     assert len(alone.column("loss")) == 5 and len(alone.column("val_loss")) == 3
     for stage in stages:
-        more = (*settings, f"zero.stage={stage}", "train.micro_batch_size=2")
+        recompute = f"train.activation_checkpointing={'loop' if stage == 3 else 'none'}"
+        more = (*settings, f"zero.stage={stage}", "train.micro_batch_size=2", recompute)
         both = train(config, tmp_path / f"stage_{stage}", *more, world=2)
         assert_close(both, alone, 1e-5)
         assert (max(both.column("waste")) > 1) == (stage == 3)
