@@ -338,7 +338,7 @@ def main(argv: Sequence[str]) -> int:
     if args.set:
         lines += compare_size(LARGER, [BASE, "masked", "recomputed"], args.rounds, device)
     if args.set or args.cache:
-        lines += cache_section(own.model(), str(own), args.rounds, device)
+        lines += cache_section(own.model(), args.rounds, device)
     if device.type == "cuda" and not args.cache:
         lines += utilization_section(device, args.rounds)
     if args.out:

@@ -23,8 +23,8 @@ TEXT_TOKENS = 512
 
 
 @torch.no_grad()
-def cache_section(cfg: ModelConfig, size: str, rounds: int, device: torch.device) -> list[str]:
-    """A section as Markdown lines, for a model of `cfg`, whose sizes `size` tells; also printed."""
+def cache_section(cfg: ModelConfig, rounds: int, device: torch.device) -> list[str]:
+    """A section as Markdown lines, for a model of the sizes of `cfg`; also printed."""
     config = LoopedConfig(**hf_config(cfg) | {"context_length": 2 * TEXT_TOKENS})
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -47,7 +47,9 @@ def cache_section(cfg: ModelConfig, size: str, rounds: int, device: torch.device
                 torch.cuda.synchronize()
             if turn >= 0:
                 sec[name].append(time.perf_counter() - started)
-    lines = [f"## Cache of generation: {size}, {config.num_loops} loops", "", *METHOD.splitlines(), ""]
+    layers = f"P/R/C {cfg.prelude_layers}/{cfg.core_layers}/{cfg.coda_layers}"
+    title = f"## Cache of generation: {config.num_loops} loops, {layers}, d {cfg.width}, vocabulary {cfg.vocab_size:,}"
+    lines = [title, "", *METHOD.splitlines(), ""]
     lines += ["| cache | tokens/s after 512 tokens | KiB per token |", "|---|---|---|"]
     for name, values in sec.items():
         kib = caches[name].num_bytes / caches[name].length / 1024 if name in caches else 0

@@ -10,6 +10,7 @@ difference there is none, and the exit code is not 0.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -17,16 +18,20 @@ from pretrain.config.load import load_config
 from pretrain.data.sources import tokenizer_folder
 from pretrain.errors import ConfigError, PretrainError
 from pretrain.train.checkpoint.find import open_checkpoint
-from tools.hf_folder import Export, export
+from tools.hf_folder import Export, export, is_hf_folder
 from tools.hf_format import DTYPES, exported_config, exported_tensors
 from tools.loading import read_parameters
 from tools.model_card import run_card
 
+SIZE = re.compile(r"[1-9][0-9]*(KB|MB|GB|TB)")
+
 
 def load_export(path: Path, dtype: str, tokenizer: Path | None, max_shard_size: str) -> Export:
     """What is to be written for the run or checkpoint in `path`. Errors: as tools.loading.load_model."""
-    if not path.is_dir():
+    if not path.is_dir() or is_hf_folder(path):
         raise ConfigError(f"{path}: expected the folder of a run or of a checkpoint, found {_kind(path)}")
+    if SIZE.fullmatch(max_shard_size) is None:
+        raise ConfigError(f"--max-shard-size {max_shard_size}: expected a size such as 5GB or 500MB")
     with open_checkpoint(path) as reader:
         config, checkpoints = load_config(reader.config_path), reader.folder.parent
         run_folder = checkpoints.parent if checkpoints.name == "checkpoints" else None
@@ -41,6 +46,8 @@ def load_export(path: Path, dtype: str, tokenizer: Path | None, max_shard_size: 
 
 
 def _kind(path: Path) -> str:
+    if path.is_dir():
+        return "a model in Hugging Face form (config.json)"
     return "a file" if path.exists() else "nothing"
 
 

@@ -29,7 +29,7 @@ from pretrain.evaluation.run import TaskResult, core_by_loops, evaluate
 from pretrain.train.callbacks.validation import usual_loops
 from pretrain.train.inputs import Inputs
 from tools.baselines import split_rows
-from tools.loading import Trained, load_model
+from tools.loading import Trained, data_folder, load_model
 
 LOSS = "loss"
 HARNESS_PREFIX = "lm_eval:"
@@ -85,26 +85,30 @@ def run_tasks(trained: Trained, args: argparse.Namespace, rank: int, size: int) 
     device = next(trained.model.parameters()).device
     encoder = Encoder(trained.tokenizer, trained.config.model.context_length)
     named = [name for name in args.tasks if name != LOSS and not name.startswith(HARNESS_PREFIX)]
-    tasks = open_tasks(named, args.task_data, args.core_bundle, args.limit)  # all errors before the first pass
+    # All errors before the first pass.
+    tasks = open_tasks(named, args.task_data, args.core_bundle, args.limit)
+    harness_names = [name.removeprefix(HARNESS_PREFIX) for name in args.tasks if name.startswith(HARNESS_PREFIX)]
+    if harness_names:
+        from tools import harness  # an optional package
+
+        manager = harness.open_harness(harness_names, args.include_path)
     results = []
     if LOSS in args.tasks:
-        data = Path(args.data or trained.config.data.all_sources[0].path)
+        data = data_folder(trained.config, args.data)
         results.append(validation_loss(trained, data, args.rows, args.num_loops, args.batch_tokens, rank, size))
     group = dist.group.WORLD if size > 1 else None
     common = {"batch_tokens": args.batch_tokens, "device": device, "group": group}
     results += evaluate(trained.model.loop_scores, tasks, encoder, args.num_loops, **common)
-    harness = [name.removeprefix(HARNESS_PREFIX) for name in args.tasks if name.startswith(HARNESS_PREFIX)]
-    if harness:
-        from tools.harness import run_harness  # an optional package
-
-        results += run_harness(trained, encoder, harness, args.num_loops, args.include_path, args.limit, **common)
+    if harness_names:
+        model = harness.LoopedHarnessModel(trained, encoder, args.num_loops, **common)
+        results += harness.run_harness(model, harness_names, manager, args.limit)
     return results
 
 
 def table(results: Sequence[TaskResult], num_loops: Sequence[int]) -> str:
-    """Markdown: a line for each task and metric, a column for each loop count."""
+    """Markdown: a line for each task and metric, a column for each loop count T."""
     lines = [
-        "| task | metric | " + " | ".join(f"{t} loops" for t in num_loops) + " |",
+        "| task | metric | " + " | ".join(f"T = {t}" for t in num_loops) + " |",
         "|---" * (len(num_loops) + 2) + "|",
     ]
     for result in results:
@@ -157,7 +161,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--task-data", help="folder with a folder of requests for each task")
     parser.add_argument("--core-bundle", help="folder with core.yaml, eval_meta_data.csv and eval_data/")
     parser.add_argument("--include-path", help="folder with lm-evaluation-harness task files")
-    parser.add_argument("--data", help="data set of the task `loss` (default: the run's first)")
+    parser.add_argument("--data", type=Path, help="data set of the task `loss` (default: the run's first)")
+    parser.add_argument("--tokenizer", type=Path, help="folder (default: the model's, or that of its data)")
     parser.add_argument("--rows", type=int, default=512, help="validation rows of the task `loss` (%(default)s)")
     parser.add_argument("--limit", type=int, help="documents of each task (default: all)")
     parser.add_argument("--batch-tokens", type=int, default=8_192, help="tokens in a batch (%(default)s)")
@@ -166,15 +171,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} {value}: expected an integer >= 1")
+    if len(set(args.tasks)) < len(args.tasks):
+        parser.error(f"--tasks {','.join(args.tasks)}: one of them comes twice")
     args.out = args.out or args.model / NAME
     return args
 
 
 def _loop_counts(text: str) -> list[int]:
-    counts = sorted({int(part) for part in text.split(",")})
-    if counts[0] < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected integers >= 1")
-    return counts
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text}: expected integers >= 1, with commas between")
+    return sorted({int(part) for part in parts})
 
 
 def main(argv: Sequence[str]) -> int:
@@ -186,7 +193,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if args.out.is_file() or (args.out / f"{NAME}.json").exists():
             raise ConfigError(f"--out {args.out}: there are results, or it is a file; expected another folder")
-        trained = load_model(args.model, device=device)
+        trained = load_model(args.model, device=device, tokenizer=args.tokenizer)
         args.num_loops = args.num_loops or usual_loops(trained.config.model)
         if trained.config.model.family == "gpt" and args.num_loops != [1]:
             raise ConfigError(f"--num-loops: {args.model} is a gpt, which has no loops; expected 1")

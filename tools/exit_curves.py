@@ -1,9 +1,9 @@
 """Quality against loops for each exit rule, over thresholds: a table and a figure.
 
-    python -m tools.exit_curves runs/tiny --out docs/exit_rules.png
+    python -m tools.exit_curves runs/tiny --out docs/img/exit_rules.png
 
-Loss on validation rows of the run's first data set with each token's loops ended by the rule, beside runs of
-1, 2, ... loops for all tokens.
+Loss on validation rows of the run's first data set (or --data) with each token's loops ended by the rule, beside runs
+of 1, 2, ... loops for all tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from pretrain.config.load import load_config
 from pretrain.errors import ConfigError, PretrainError
 from pretrain.hf.modeling_looped import LoopedForCausalLM
-from pretrain.train.checkpoint.find import open_checkpoint
 from tools.baselines import split_rows
-from tools.generate import load_for_transformers
+from tools.generate import for_transformers
+from tools.loading import data_folder, read_saved
 
 THRESHOLDS = {
     "kl": (0.3, 0.1, 0.03, 0.01, 0.003, 0.001),
@@ -75,18 +74,21 @@ def plot(points: dict[str, list[tuple[float, float, float]]], path: Path) -> Non
 def main(argv: list[str]) -> int:
     """Measures, prints, draws; returns the exit code."""
     parser = argparse.ArgumentParser(prog="tools.exit_curves", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("path", type=Path, metavar="RUN_OR_CHECKPOINT")
+    parser.add_argument("path", type=Path, metavar="MODEL", help="folder of a run, a checkpoint or an exported model")
     parser.add_argument("--out", type=Path, required=True, help="PNG file to write")
+    parser.add_argument("--data", type=Path, help="data set (default: the run's first)")
     parser.add_argument("--rows", type=int, default=64, help="of the validation split (%(default)s)")
     parser.add_argument("--num-loops", type=int, help="where no exit ends them (default: the mean in training)")
     args = parser.parse_args(argv)
     try:
-        if args.num_loops is not None and args.num_loops < 1:
-            raise ConfigError(f"--num-loops {args.num_loops}: expected an integer >= 1")
-        with open_checkpoint(args.path) as reader:
-            data = load_config(reader.config_path).data.all_sources[0].path
-        model, _ = load_for_transformers(args.path, dtype=torch.float32, device="cpu")
-        rows = torch.from_numpy(split_rows(data, "validation")[: args.rows])
+        for name, value in (("num-loops", args.num_loops), ("rows", args.rows)):
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name} {value}: expected an integer >= 1")
+        if not args.out.absolute().parent.is_dir():
+            raise ConfigError(f"--out {args.out}: its folder does not exist")
+        saved = read_saved(args.path)
+        rows = torch.from_numpy(split_rows(data_folder(saved.config, args.data), "validation")[: args.rows])
+        model = for_transformers(saved, dtype=torch.float32, device="cpu")
         points = curves(model, rows, args.num_loops or model.config.num_loops)
     except PretrainError as error:
         print(f"exit_curves: error: {error}", file=sys.stderr)

@@ -9,6 +9,7 @@ Shapes: B rows, S tokens so far, V vocabulary.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from pathlib import Path
@@ -18,9 +19,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, TextStreamer
 
-from pretrain.config.load import load_config
-from pretrain.data.manifest import tokenizer_sha256
-from pretrain.data.sources import tokenizer_folder
 from pretrain.errors import ConfigError, PretrainError
 from pretrain.hf.cache_looped import MODES
 from pretrain.hf.configuration_looped import LoopedConfig
@@ -28,10 +26,8 @@ from pretrain.hf.exit_looped import RULES
 from pretrain.hf.modeling_looped import LoopedForCausalLM
 from pretrain.model.cache import LoopCache
 from pretrain.model.looped import LoopedLM
-from pretrain.train.checkpoint.find import open_checkpoint
-from tools.hf_folder import is_hf_folder, read_folder
 from tools.hf_format import DTYPES, hf_config, hf_tensors
-from tools.loading import Trained, read_parameters
+from tools.loading import Saved, Trained, read_saved
 
 
 @torch.no_grad()
@@ -99,27 +95,13 @@ def continue_text(
     return text
 
 
-def load_for_transformers(
-    path: Path, *, dtype: torch.dtype, device: torch.device | str, tokenizer: Path | None = None
-) -> tuple[LoopedForCausalLM, PreTrainedTokenizerFast]:
-    """The model of a run, a checkpoint or a folder in Hugging Face form, for transformers, and its tokenizer.
-
-    No code of a folder is run. Errors: as tools.loading.load_model and tools.hf_folder.read_folder.
-    """
-    if not path.is_dir():
-        raise ConfigError(f"{path}: expected the folder of a run, of a checkpoint or of an exported model")
-    if is_hf_folder(path):
-        (cfg, tensors), folder = read_folder(path), tokenizer or path
-    else:
-        with open_checkpoint(path) as reader:
-            config = load_config(reader.config_path)
-            cfg, tensors = config.model, read_parameters(config, reader)
-        folder = tokenizer or tokenizer_folder(config)
-    tokenizer_sha256(folder)
+def for_transformers(saved: Saved, *, dtype: torch.dtype, device: torch.device | str) -> LoopedForCausalLM:
+    """The model as transformers runs it, in evaluation mode on `device`."""
+    cfg = saved.config.model
     with torch.device("meta"):
         model = LoopedForCausalLM(LoopedConfig(**hf_config(cfg)))
-    model.load_state_dict(hf_tensors(cfg, tensors, dtype), assign=True)
-    return model.to(device).eval(), PreTrainedTokenizerFast.from_pretrained(folder)
+    model.load_state_dict(hf_tensors(cfg, saved.tensors, dtype), assign=True)
+    return model.to(device).eval()
 
 
 def stream(
@@ -175,12 +157,11 @@ def main(argv: list[str]) -> int:
     try:
         dtype = DTYPES[args.dtype or ("bf16" if cuda else "fp32")]
         settings = _settings(args)
-        model, tokenizer = load_for_transformers(
-            args.path, dtype=dtype, device="cuda" if cuda else "cpu", tokenizer=args.tokenizer
-        )
+        saved = read_saved(args.path, args.tokenizer)
+        model = for_transformers(saved, dtype=dtype, device="cuda" if cuda else "cpu")
         model.config.cache_mode = args.cache_mode
         settings["num_loops"] = args.num_loops or model.config.num_loops
-        print(stream(model, tokenizer, args.prompt, settings, args.seed), file=sys.stderr)
+        print(stream(model, saved.tokenizer, args.prompt, settings, args.seed), file=sys.stderr)
     except PretrainError as error:
         print(f"generate: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -204,7 +185,9 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         try:
             threshold = float(threshold)
         except ValueError:
-            raise ConfigError(f"--exit-threshold {threshold}: expected a number, or never") from None
+            threshold = math.nan
+        if math.isnan(threshold):
+            raise ConfigError(f"--exit-threshold {args.exit_threshold}: expected a number, or never")
     drawn = args.temperature > 0
     return {
         "max_new_tokens": args.max_new_tokens, "do_sample": drawn, "exit_rule": args.exit_rule,

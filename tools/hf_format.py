@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pretrain.config.check import check_tree
 from pretrain.config.model import AuxiliaryConfig, ModelConfig, RecurrenceConfig
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.model.imports import parameter_shapes
@@ -90,14 +91,19 @@ def model_config(data: Mapping[str, Any], where: str) -> ModelConfig:
         loop = {name: data[name] for name in _LOOP} | {name: training[name] for name in _TRAINING_LOOP}
         derived = {name: data[name] for name in ("num_kv_heads", "head_dim", "qk_norm_eps")}
         core = {name: data[name] for name in ("core_width", "core_num_heads", "core_ffn_width")}
-        tied = data["tie_word_embeddings"]
+        tied = data.get("tie_word_embeddings", True)  # transformers 4 leaves out what is its own default
     except KeyError as error:
         raise ConfigError(f"{where}: field {error} is absent; export the model again") from error
     if derived["qk_norm_eps"] == _QK_NORM_EPS:
         derived["qk_norm_eps"] = None
     if core == {f"core_{name}": model[name] for name in ("width", "num_heads", "ffn_width")}:
         core = {}
-    return ModelConfig(**model, **derived, **core, tie_embeddings=tied, recurrence=RecurrenceConfig(**loop))
+    section = {**model, **derived, **core, "tie_embeddings": tied, "recurrence": loop}
+    checked = check_tree({"model": section}, where)["model"]
+    try:
+        return ModelConfig(**checked | {"recurrence": RecurrenceConfig(**checked["recurrence"])})
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _has_vocabulary(name: str) -> bool:

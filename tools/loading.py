@@ -1,4 +1,4 @@
-"""A trained model with its tokenizer, from a run's folder or one checkpoint."""
+"""A trained model with its tokenizer: of a run, of one checkpoint or of a folder in Hugging Face form."""
 
 from __future__ import annotations
 
@@ -13,11 +13,24 @@ from pretrain.config.load import load_config
 from pretrain.config.schema import Config
 from pretrain.data.manifest import tokenizer_sha256
 from pretrain.data.sources import tokenizer_folder
-from pretrain.errors import CheckpointError
+from pretrain.errors import CheckpointError, ConfigError
 from pretrain.model.imports import parameter_shapes
 from pretrain.model.looped import LoopedLM
 from pretrain.train.checkpoint.find import open_checkpoint
 from pretrain.train.checkpoint.reader import CheckpointReader
+from tools.hf_folder import is_hf_folder, read_folder, read_json
+
+
+class Saved(NamedTuple):
+    """A model as its folder holds it."""
+
+    config: Config
+    """Of the run that saved it; of an exported model the model section and the precision alone."""
+    tensors: dict[str, Tensor]
+    """Parameters of LoopedLM, whole, on the CPU."""
+    tokenizer: PreTrainedTokenizerFast
+    step: int | None
+    """None: an exported model's folder does not tell."""
 
 
 class Trained(NamedTuple):
@@ -26,29 +39,52 @@ class Trained(NamedTuple):
     model: LoopedLM
     tokenizer: PreTrainedTokenizerFast
     config: Config
-    """Of the run that saved the checkpoint."""
-    step: int
+    step: int | None
+    """This and `config` as of Saved."""
 
 
-def load_model(
-    path: str | Path, *, device: torch.device | str = "cpu", tokenizer: str | Path | None = None
-) -> Trained:
-    """The model of a run (newest complete checkpoint) or of one checkpoint's folder, in evaluation mode on `device`.
+def read_saved(path: Path, tokenizer: Path | None = None) -> Saved:
+    """What is in the folder of a run (newest complete checkpoint), of one checkpoint or of an exported model.
 
-    Weights are whole, whatever layout saved them, and products run in the precision of the training. `tokenizer` is a
-    folder to take in place of the one in the run's first data set. Errors: CheckpointError for a checkpoint that is
-    missing, damaged or of another architecture; ConfigError where the tokenizer is not where the run read it.
+    No code of an exported model's folder is run. `tokenizer` is a folder to take in place of the exported model's own
+    or the one of the run's first data set. Errors: ConfigError for a path of another kind and where there is no
+    tokenizer; CheckpointError for weights that are missing, damaged or of another architecture.
     """
-    with open_checkpoint(Path(path)) as reader:
-        config, step = load_config(reader.config_path), reader.step
-        tensors = read_parameters(config, reader)
-    with torch.device("meta"):
-        model = LoopedLM(config.model)
-    model.load_state_dict(tensors, strict=True, assign=True)
-    model.compute_dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-    folder = tokenizer_folder(config) if tokenizer is None else Path(tokenizer)
+    if not path.is_dir():
+        raise ConfigError(f"{path}: expected the folder of a run, of a checkpoint or of an exported model")
+    if is_hf_folder(path):
+        cfg, tensors = read_folder(path)
+        config, step, folder = Config(model=cfg), None, tokenizer or path
+        config.train.precision = "bf16" if read_json(path / "config.json").get("dtype") == "bfloat16" else "fp32"
+    else:
+        with open_checkpoint(path) as reader:
+            config, step = load_config(reader.config_path), reader.step
+            tensors = read_parameters(config, reader)
+        folder = tokenizer or tokenizer_folder(config)
     tokenizer_sha256(folder)
-    return Trained(model.to(device).eval(), PreTrainedTokenizerFast.from_pretrained(folder), config, step)
+    return Saved(config, tensors, PreTrainedTokenizerFast.from_pretrained(folder), step)
+
+
+def load_model(path: str | Path, *, device: torch.device | str = "cpu", tokenizer: str | Path | None = None) -> Trained:
+    """The model in a folder that `read_saved` reads, in evaluation mode on `device`.
+
+    Products run in the precision of the training, or in that of the exported weights. Errors: as `read_saved`.
+    """
+    saved = read_saved(Path(path), None if tokenizer is None else Path(tokenizer))
+    with torch.device("meta"):
+        model = LoopedLM(saved.config.model)
+    model.load_state_dict(saved.tensors, strict=True, assign=True)
+    model.compute_dtype = torch.bfloat16 if saved.config.train.precision == "bf16" else torch.float32
+    return Trained(model.to(device).eval(), saved.tokenizer, saved.config, saved.step)
+
+
+def data_folder(config: Config, given: Path | None) -> Path:
+    """`given`, else the first data set of the run. ConfigError where neither is known."""
+    if given is not None:
+        return given
+    if not config.data.all_sources:
+        raise ConfigError("--data: expected the folder of a data set, since the model's own configuration names none")
+    return Path(config.data.all_sources[0].path)
 
 
 def read_parameters(config: Config, reader: CheckpointReader) -> dict[str, Tensor]:

@@ -44,6 +44,10 @@ def _table(rows: dict[str, Any]) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
 
 
+def _loops(count: str) -> str:
+    return f"{count} loop" if count == "1" else f"{count} loops"
+
+
 def sizes(cfg: ModelConfig) -> dict[str, Any]:
     """Rows about the architecture."""
     count, recurrence = count_parameters(cfg), cfg.recurrence
@@ -77,7 +81,7 @@ def run_card(config: Config, step: int, state: TrainState, run_folder: Path | No
     if run_folder is not None:
         rows = [row for row in read_metrics(run_folder / METRICS_NAME) if "val_loss" in row and row["step"] <= step]
         if rows:
-            losses = {f"{loops} loops": f"{loss:.4f}" for loops, loss in rows[-1]["val_loss"].items()}
+            losses = {_loops(loops): f"{loss:.4f}" for loops, loss in rows[-1]["val_loss"].items()}
             sections["Validation loss"] = f"Nats per token at step {rows[-1]['step']:,}.\n\n{_table(losses)}"
         environment = run_folder / "environment.json"
         if environment.is_file():

@@ -122,6 +122,8 @@ def _fetch(source: SourceConfig, remote: str, name: str) -> None:
 
 
 def tokenizer_folder(cfg: Config) -> Path:
-    """The tokenizer of the first data set."""
+    """The tokenizer of the first data set. ConfigError where the configuration names none."""
+    if not cfg.data.all_sources:
+        raise ConfigError("data.path=null: no data set, so no tokenizer of it; name a tokenizer's folder (--tokenizer)")
     data = Path(cfg.data.all_sources[0].path)
     return data / read_manifest(data, shards_are_local=False).tokenizer.path

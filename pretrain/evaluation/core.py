@@ -16,10 +16,11 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from pretrain.errors import ConfigError
 from pretrain.evaluation.requests import Encoder, Request, Scores, common_prefix, common_suffix
@@ -31,6 +32,8 @@ FIELDS = {
     "schema": ("context_options", "continuation", "gold"),
     "language_modeling": ("context", "continuation"),
 }
+OPTIONS = {"multiple_choice": "choices", "schema": "context_options"}
+"""The field of which `gold` says the right one."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,7 @@ class CoreTask:
         if self.kind == "language_modeling":
             accuracy = float(scores.greedy.mean())
         else:
-            options = "choices" if self.kind == "multiple_choice" else "context_options"
-            ends = np.cumsum([len(item[options]) for item in self.items])
+            ends = np.cumsum([len(item[OPTIONS[self.kind]]) for item in self.items])
             parts = np.split(scores.nats / scores.num_tokens, ends[:-1])
             hits = [int(np.argmin(part)) == item["gold"] for part, item in zip(parts, self.items, strict=True)]
             accuracy = float(np.mean(hits))
@@ -100,9 +102,8 @@ def read_core(bundle: Path, limit: int | None = None) -> list[CoreTask]:
         if not (bundle / name).exists():
             raise ConfigError(f"{bundle / name}: not there; expected nanochat's eval_bundle with core.yaml, "
                               "eval_meta_data.csv and eval_data/")  # fmt: skip
-    with (bundle / "eval_meta_data.csv").open(newline="", encoding="utf-8") as file:
-        baselines = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(file)}
-    return [_read_task(bundle, entry, baselines, limit) for entry in OmegaConf.load(bundle / "core.yaml").icl_tasks]
+    baselines = _read_baselines(bundle / "eval_meta_data.csv")
+    return [_read_task(bundle, entry, baselines, limit) for entry in _read_entries(bundle / "core.yaml")]
 
 
 def core_score(results: dict[str, dict[str, float]]) -> float:
@@ -110,24 +111,74 @@ def core_score(results: dict[str, dict[str, float]]) -> float:
     return float(np.mean([metrics["centered"] for metrics in results.values() if "centered" in metrics]))
 
 
-def _read_task(bundle: Path, entry: Any, baselines: dict[str, float], limit: int | None) -> CoreTask:
-    where, label = bundle / "core.yaml", str(entry.label)
-    kind = str(entry.icl_task_type)
-    if kind not in FIELDS:
-        raise ConfigError(f"{where}: {label}: icl_task_type={kind!r}: expected {', '.join(FIELDS)}")
-    if label not in baselines:
-        raise ConfigError(f"{bundle / 'eval_meta_data.csv'}: no line for the task {label!r}")
-    path = bundle / "eval_data" / str(entry.dataset_uri)
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file; the task {label!r} of {where} reads it")
-    items = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    for number, item in enumerate(items, start=1):
+class _Entry(NamedTuple):
+    """What core.yaml says of a task."""
+
+    label: str
+    kind: str
+    uri: str
+    num_shots: int
+    delimiter: str
+
+
+def _read_entries(path: Path) -> list[_Entry]:
+    try:
+        data: Any = OmegaConf.to_container(OmegaConf.load(path))
+        return [
+            _Entry(
+                str(entry["label"]), str(entry["icl_task_type"]), str(entry["dataset_uri"]),
+                int(entry["num_fewshot"][0]), str(entry.get("continuation_delimiter", " ")),
+            )
+            for entry in data["icl_tasks"]
+        ]  # fmt: skip
+    except (ValueError, KeyError, TypeError, IndexError, YAMLError) as error:
+        raise ConfigError(
+            f"{path}: not a list of icl_tasks with all fields ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _read_baselines(path: Path) -> dict[str, float]:
+    """Accuracy at chance by the task's label."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(file)}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: expected columns `Eval Task` and `Random baseline` with a number ({error!r})"
+        ) from error
+
+
+def _read_items(path: Path, kind: str) -> list[dict[str, Any]]:
+    items = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            item = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{where}: not JSON ({error})") from error
         missing = [name for name in FIELDS[kind] if name not in item]
         if missing:
-            raise ConfigError(f"{path}, line {number}: no field {missing[0]!r}; {kind} needs {', '.join(FIELDS[kind])}")
+            raise ConfigError(f"{where}: no field {missing[0]!r}; {kind} needs {', '.join(FIELDS[kind])}")
+        if kind in OPTIONS and item["gold"] not in range(len(item[OPTIONS[kind]])):
+            raise ConfigError(f"{where}: gold={item['gold']!r}: expected the place of one of {OPTIONS[kind]}, from 0")
+        items.append(item)
+    return items
+
+
+def _read_task(bundle: Path, entry: _Entry, baselines: dict[str, float], limit: int | None) -> CoreTask:
+    where, label, shots = bundle / "core.yaml", entry.label, entry.num_shots
+    if entry.kind not in FIELDS:
+        raise ConfigError(f"{where}: {label}: icl_task_type={entry.kind!r}: expected {', '.join(FIELDS)}")
+    if label not in baselines:
+        raise ConfigError(f"{bundle / 'eval_meta_data.csv'}: no line for the task {label!r}")
+    path = bundle / "eval_data" / entry.uri
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; the task {label!r} of {where} reads it")
+    items = _read_items(path, entry.kind)
     random.Random(ORDER_SEED).shuffle(items)
-    shots = int(entry.num_fewshot[0])
     items = items[:limit]
     if len(items) <= shots:
         raise ConfigError(f"{path}: {len(items)} items, but the task {label!r} shows {shots} others before each")
-    return CoreTask(label, kind, items, shots, str(entry.get("continuation_delimiter", " ")), baselines[label])
+    return CoreTask(label, entry.kind, items, shots, entry.delimiter, baselines[label])

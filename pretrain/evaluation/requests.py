@@ -63,8 +63,14 @@ class Encoder:
 
     def ids(self, text: str) -> list[int]:
         """Ids of `text` without special tokens."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        # verbose: texts longer than the context are no mistake here.
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
+
+    def windows(self, text: str) -> list[Request]:
+        """All of `text`, in windows of `context_length` tokens that do not overlap, each after <|bos|>."""
+        ids, size = self.ids(text), self.context_length
+        return [self.tail(ids[i : i + size], 0) for i in range(0, len(ids), size)]
 
     def request(self, context: str, continuation: str) -> Request:
         """Scores `continuation` after `context`.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,9 +114,7 @@ class TextTask:
 
     def requests(self, encoder: Encoder) -> list[Request]:
         """One for each window of `context_length` tokens."""
-        size = encoder.context_length
-        ids = [encoder.ids(text) for text in self.texts]
-        return [encoder.tail(text[i : i + size], 0) for text in ids for i in range(0, len(text), size)]
+        return [window for text in self.texts for window in encoder.windows(text)]
 
     def metrics(self, scores: Scores) -> dict[str, float]:
         """See the class."""
@@ -123,9 +122,13 @@ class TextTask:
 
 
 def read_text_task(path: Path) -> TextTask:
-    """The text of a file, or of all *.txt below a folder. Errors: ConfigError where there is none."""
-    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
-    texts = [file.read_text(encoding="utf-8") for file in files]
+    """The text of a file, or of all *.txt below a folder. Errors: ConfigError where there is none, or no UTF-8."""
+    texts = []
+    for file in sorted(path.rglob("*.txt")) if path.is_dir() else [path]:
+        try:
+            texts.append(file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file}: not a text in UTF-8 ({error})") from error
     if not any(texts):
         raise ConfigError(f"{path}: no text; expected a file or a folder with *.txt that are not empty")
     return TextTask(path.name, texts)
@@ -139,18 +142,10 @@ def read_request_task(root: Path, name: str, limit: int | None = None) -> Choice
     path = _request_file(root, name)
     documents: dict[int, list[tuple[int, Line]]] = {}
     labels: dict[int, Any] = {}
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        for number, text in enumerate(file, start=1):
-            try:
-                row = json.loads(text)
-                document, request = int(row["doc_id"]), row["request"]
-                line = Line(document, str(request["context"]), str(request["continuation"]))
-                index, label = int(row["idx"]), row["label"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"{path}, line {number}: not a request ({type(error).__name__}: {error})") from error
-            if document < FIRST_UNCONDITIONAL_DOCUMENT:
-                documents.setdefault(document, []).append((index, line))
-                labels[document] = label
+    for index, label, line in _read_lines(path):
+        if line.document < FIRST_UNCONDITIONAL_DOCUMENT:
+            documents.setdefault(line.document, []).append((index, line))
+            labels[line.document] = label
     chosen = sorted(documents)[:limit]
     if not chosen:
         raise ConfigError(f"{path}: no request with a context")
@@ -165,6 +160,21 @@ def read_request_task(root: Path, name: str, limit: int | None = None) -> Choice
                 "choices 0, 1, ... and one of them as the label"
             )
     return ChoiceTask(name, lines, [labels[document] for document in chosen])
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, Any, Line]]:
+    """(number of the choice, label, what is asked) of each line."""
+    number = 0
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, start=1):  # noqa: B007 - errors name it
+                row = json.loads(text)
+                context, continuation = row["request"]["context"], row["request"]["continuation"]
+                yield int(row["idx"]), row["label"], Line(int(row["doc_id"]), str(context), str(continuation))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}, line {number}: not a request ({type(error).__name__}: {error})") from error
+    except (OSError, EOFError) as error:
+        raise ConfigError(f"{path}: cannot be read after line {number} ({error})") from error
 
 
 def _request_file(root: Path, name: str) -> Path:

@@ -15,7 +15,7 @@ from data_prep.train_tokenizer import train_tokenizer
 from pretrain.train.metrics import read_metrics
 from tests.evaluation.test_tasks import request, write_requests
 from tests.train.forked import Run, train
-from tools import evaluate
+from tools import convert_to_hf, evaluate, hf_folder
 
 CONFIG = """
 model:
@@ -91,6 +91,15 @@ def test_every_layout_scores_what_the_tool_scores(folder: Path, capsys: pytest.C
     assert "| choice | acc |" in capsys.readouterr().out
     assert evaluate.main(arguments) == 2 and "there are results" in capsys.readouterr().err
 
+    exported = folder / "exported"
+    exported.mkdir()
+    hf_folder.write_folder(convert_to_hf.load_export(one.folder, "fp32", None, "5GB"), exported)
+    arguments[0] = str(exported)
+    assert evaluate.main(arguments) == 2 and "--data: expected the folder of a data set" in capsys.readouterr().err
+    assert evaluate.main([*arguments, "--data", str(folder / "data")]) == 0
+    of_export = json.loads((exported / "evaluation" / "evaluation.json").read_text())
+    assert of_export["tasks"] == result["tasks"] and of_export["step"] is None
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -109,11 +118,17 @@ def test_bad_tasks(
     assert message in capsys.readouterr().err and not out.exists()
 
 
-@pytest.mark.parametrize("loops", ["0", "-1", "1,x"])
+def test_a_task_that_comes_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        evaluate.main(["runs/x", "--tasks", "loss,loss"])
+    assert "--tasks loss,loss: one of them comes twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("loops", ["0", "-1", "1,x", ""])
 def test_bad_loop_counts(loops: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         evaluate.main(["runs/x", "--tasks", "loss", f"--num-loops={loops}"])
-    assert "--num-loops" in capsys.readouterr().err
+    assert "expected integers >= 1, with commas between" in capsys.readouterr().err
 
 
 def test_a_run_with_an_unknown_task_does_not_start(folder: Path, tmp_path: Path) -> None:

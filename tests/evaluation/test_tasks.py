@@ -92,6 +92,16 @@ def test_malformed_requests(rows: list[dict[str, Any]], message: str, tmp_path: 
         read_request_task(tmp_path, "task")
 
 
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "requests.jsonl.gz").write_bytes(gzip.compress(b"{}" * 999)[:-9])
+    with pytest.raises(ConfigError, match=r"requests.jsonl.gz: cannot be read after line 0"):
+        read_request_task(tmp_path, "task")
+    (tmp_path / "text.txt").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"text.txt: not a text in UTF-8"):
+        open_tasks([f"text:{tmp_path / 'text.txt'}"], None, None, None)
+
+
 def test_unknown_names(tmp_path: Path) -> None:
     write_requests(tmp_path / "piqa" / "rc", [request(0, 0, " a")])
     write_requests(tmp_path / "sciq" / "rc", [request(0, 0, " a")])
@@ -184,15 +194,28 @@ def test_core_of_a_model(bundle: Path, encoder: Encoder, model: LoopedLM) -> Non
 
 def test_a_broken_bundle(bundle: Path) -> None:
     path = bundle / "eval_data" / "some" / "schema.jsonl"
-    path.write_text('{"continuation": "x", "gold": 0}\n')
-    with pytest.raises(ConfigError, match=r"schema.jsonl, line 1: no field 'context_options'"):
-        read_core(bundle)
+    for text, message in (
+        ('{"continuation": "x", "gold": 0}', "line 1: no field 'context_options'"),
+        ('{"context_options": ["a", "b"], "continuation": "x", "gold": 2}', "line 1: gold=2: expected the place"),
+        ('\n{"context_options":', "line 2: not JSON"),
+    ):
+        path.write_text(text + "\n")
+        with pytest.raises(ConfigError, match=rf"schema.jsonl, {message}"):
+            read_core(bundle)
     path.unlink()
     with pytest.raises(ConfigError, match=r"schema.jsonl: no such file; the task 'my_schema'"):
         read_core(bundle)
     (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\n")
     with pytest.raises(ConfigError, match="no line for the task 'my_multiple_choice'"):
         read_core(bundle)
+    (bundle / "eval_meta_data.csv").write_text("Task,Chance\nmy_schema,50\n")
+    with pytest.raises(ConfigError, match=r"eval_meta_data.csv: expected columns `Eval Task`"):
+        read_core(bundle)
+    (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\n")
+    for text in ("- 1", "icl_tasks: [{label: x}]", "icl_tasks: {"):
+        (bundle / "core.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=r"core.yaml: not a list of icl_tasks"):
+            read_core(bundle)
     (bundle / "core.yaml").unlink()
     with pytest.raises(ConfigError, match=r"core.yaml: not there"):
         read_core(bundle)

@@ -125,7 +125,8 @@ def test_bad_input_is_named_and_nothing_is_written(
 
     assert "file: expected the folder of a run or of a checkpoint, found a file" in refused(convert_to_hf, file, out)
     assert "found nothing" in refused(convert_to_hf, tmp_path / "none", out)
-    assert "manifest.json: missing" in refused(convert_to_hf, foreign, out, code=4)
+    assert "found a model in Hugging Face form" in refused(convert_to_hf, foreign, out)
+    assert "--max-shard-size big: expected a size" in refused(convert_to_hf, run, out, "--max-shard-size", "big")
     assert "exists" in refused(convert_to_hf, run, other)
     assert "tokenizer.json: missing" in refused(convert_to_hf, run, out, "--tokenizer", foreign)
     assert "model_type='llama': expected 'looped'" in refused(convert_from_hf, foreign, out)
@@ -135,11 +136,21 @@ def test_bad_input_is_named_and_nothing_is_written(
     for loops in ("0", "-1"):
         assert f"--num-loops {loops}: expected an integer >= 1" in refused(generate, run, "--num-loops", loops)
     assert "expected both, or none" in refused(generate, run, "--exit-rule", "kl")
-    assert "--exit-threshold x: expected a number" in refused(
-        generate, run, "--exit-rule", "kl", "--exit-threshold", "x"
-    )
+    for threshold in ("x", "nan"):
+        assert f"--exit-threshold {threshold}: expected a number" in refused(
+            generate, run, "--exit-rule", "kl", "--exit-threshold", threshold
+        )
     assert f"model.context_length={CONTEXT}" in refused(generate, run, "--max-new-tokens", "96")
 
+    path, sound = other / "config.json", (other / "config.json").read_text()
+    for field, value, message in (
+        ("width", "x", "config.json: model.width='x': expected an integer"),
+        ("family", "parcai", "config.json: model.family='parcai'"),
+        ("num_heads", 5, "config.json: model.num_kv_heads=2: expected a divisor"),
+    ):
+        path.write_text(json.dumps(json.loads(sound) | {field: value}))
+        assert message in refused(convert_from_hf, other, out)
+    path.write_text(sound)
     path = other / "model.safetensors"
     tensors = load_file(path)
     save_file({k: v for k, v in tensors.items() if k != "final_norm.weight"} | {"strange": torch.zeros(2)}, path)
@@ -171,9 +182,7 @@ def trained(text_config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest.mark.slow
-def test_training_starts_from_an_exported_model(
-    trained: dict[Path, Path], text_config: Path, tmp_path: Path
-) -> None:
+def test_training_starts_from_an_exported_model(trained: dict[Path, Path], text_config: Path, tmp_path: Path) -> None:
     exported = next(folder for folder in trained if folder.name == "parcae")
     assert convert_from_hf.main([str(exported), str(tmp_path / "start")]) == 0
     mine = tmp_path / "mine.yaml"

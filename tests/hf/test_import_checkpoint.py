@@ -89,9 +89,7 @@ def test_the_released_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert_parity(case, LoopedForCausalLM.from_pretrained(tmp_path / "out").eval())
 
 
-def test_what_is_not_a_checkpoint_of_the_family_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_a_checkpoint_of_the_family_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
 
     def refused(source: Source, folder: Path, code: int) -> str:

@@ -23,13 +23,15 @@ def test_exit_curves(text_config: Path, tmp_path: Path, capsys: pytest.CaptureFi
     for rule in ("kl", "margin"):
         assert loops[rule] == sorted(loops[rule]) and 1 <= loops[rule][0] <= 3, "stricter thresholds, more loops"
     assert figure.read_bytes().startswith(b"\x89PNG")
-    assert exit_curves.main([str(run), "--out", str(figure), "--num-loops", "0"]) == 2
+    for flag in ("--num-loops", "--rows"):
+        assert exit_curves.main([str(run), "--out", str(figure), flag, "0"]) == 2
+    assert exit_curves.main([str(run), "--out", str(tmp_path / "none" / "exits.png")]) == 2
 
 
 def test_cache_section(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_cache, "TEXT_TOKENS", 8)
     cfg = tiny_config("parcae", {"mean_loops": 5.0})
-    lines = bench_cache.cache_section(cfg, "tiny", 1, torch.device("cpu"))
+    lines = bench_cache.cache_section(cfg, 1, torch.device("cpu"))
     table = [[cell.strip() for cell in line.split("|")[1:4]] for line in lines if line.startswith("| ")][1:]
     assert [row[0] for row in table] == ["no cache", "full", "last"]
     layer = 2 * 2 * 8 * 4 / 1024  # keys and values of 2 heads of 8 channels in fp32
