@@ -14,6 +14,7 @@ from pretrain.hf.modeling_looped import LoopedForCausalLM
 from tests.hf.models import hf_model, model, pair, tokens
 from tests.model.helpers import make_batch, train_loss
 from tests.model.tiny import FAMILIES, random_model, tiny_config
+from tools.hf_folder import read_folder
 from tools.hf_format import hf_config, model_config
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
@@ -74,6 +75,31 @@ def test_checkpointed_layers_give_the_same_gradients() -> None:
         found.append({name: p.grad for name, p in exported.named_parameters()})
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, msg=name)
+
+
+@pytest.mark.slow
+def test_the_trainer_of_transformers_fine_tunes(tmp_path: Path) -> None:
+    """With accumulation and checkpointed layers; what it saves is the model that it has."""
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    _, exported = pair("parcae_flt")
+    ids = tokens(8, 12)
+    arguments = TrainingArguments(
+        str(tmp_path / "run"), max_steps=4, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+        learning_rate=1e-2, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False},
+        use_cpu=True, report_to=[], save_strategy="no", eval_strategy="steps", eval_steps=2,
+    )  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = Trainer(exported, arguments, train_dataset=rows, eval_dataset=rows)
+    with torch.no_grad():
+        before = float(exported(ids, labels=ids).loss)
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert before > losses[0] > losses[1]
+    trainer.save_model(str(tmp_path / "saved"))
+    again = LoopedForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), exported.parameters(), strict=True))
 
 
 def test_loss_over_accumulated_batches_is_the_mean_over_tokens() -> None:
@@ -147,6 +173,9 @@ def test_saved_and_loaded_again(family: str, tmp_path: Path) -> None:
     again = LoopedForCausalLM.from_pretrained(tmp_path)
     assert again.state_dict().keys() == model(family).state_dict().keys()
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model(family).parameters(), strict=True))
+    cfg, tensors = read_folder(tmp_path)
+    assert hf_config(cfg) == hf_config(tiny_config(family, context_length=96))
+    assert tensors.keys() == again.state_dict().keys()
     ids = tokens(2, 5)
     assert torch.equal(again.eval()(ids).logits, model(family)(ids).logits)
     low = LoopedForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
