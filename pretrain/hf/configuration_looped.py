@@ -49,114 +49,63 @@ class LoopedConfig(PretrainedConfig):
         "max_position_embeddings": "context_length",
     }
 
-    def __init__(
-        self,
-        family: str = "parcae",
-        vocab_size: int = 32_768,
-        context_length: int = 2_048,
-        width: int = 768,
-        num_heads: int = 6,
-        num_kv_heads: int = 6,
-        head_dim: int = 128,
-        ffn_width: int = 3_072,
-        prelude_layers: int = 2,
-        core_layers: int = 2,
-        coda_layers: int = 2,
-        core_width: int = 768,
-        core_num_heads: int = 6,
-        core_num_kv_heads: int = 6,
-        core_ffn_width: int = 3_072,
-        block: str = "pre",
-        norm_eps: float = 1e-5,
-        norm_weight: bool = True,
-        mlp: str = "relu2",
-        relu2_scale: float = 0.5,
-        dropout: float = 0.0,
-        positions: str = "rope",
-        rope_base: float = 50_000.0,
-        rope_layout: str = "interleaved",
-        rope_direction: str = "forward",
-        rope_table: str = "fp32",
-        qk_norm: bool = True,
-        qk_norm_eps: float = 2.0**-23,
-        qk_bias: bool = False,
-        value_embeddings: bool = True,
-        value_gate_channels: int = 32,
-        sliding_window: int | None = None,
-        window_pattern: str = "S",
-        scale_embeddings: bool = False,
-        logit_softcap: float | None = None,
-        norm_before_coda: bool = False,
-        injection: str = "diagonal",
-        discretization: str = "euler",
-        feedback: str = "none",
-        prelude_norm: bool = True,
-        interloop_norm: bool = False,
-        output_projection: bool = True,
-        state_init: str = "like_init",
-        state_seed: int = 0,
-        state_std: float = 1.0,
-        readout: str = "norm",
-        num_loops: int = 8,
-        exit_rule: str = "none",
-        exit_threshold: float | None = None,
-        cache_mode: str = "full",
-        tie_word_embeddings: bool = True,
-        training: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.family = family
-        self.vocab_size = vocab_size
-        self.context_length = context_length
-        self.width = width
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.ffn_width = ffn_width
-        self.prelude_layers = prelude_layers
-        self.core_layers = core_layers
-        self.coda_layers = coda_layers
-        self.core_width = core_width
-        self.core_num_heads = core_num_heads
-        self.core_num_kv_heads = core_num_kv_heads
-        self.core_ffn_width = core_ffn_width
-        self.block = block
-        self.norm_eps = norm_eps
-        self.norm_weight = norm_weight
-        self.mlp = mlp
-        self.relu2_scale = relu2_scale
-        self.dropout = dropout
-        self.positions = positions
-        self.rope_base = rope_base
-        self.rope_layout = rope_layout
-        self.rope_direction = rope_direction
-        self.rope_table = rope_table
-        self.qk_norm = qk_norm
-        self.qk_norm_eps = qk_norm_eps
-        self.qk_bias = qk_bias
-        self.value_embeddings = value_embeddings
-        self.value_gate_channels = value_gate_channels
-        self.sliding_window = sliding_window
-        self.window_pattern = window_pattern
-        self.scale_embeddings = scale_embeddings
-        self.logit_softcap = logit_softcap
-        self.norm_before_coda = norm_before_coda
-        self.injection = injection
-        self.discretization = discretization
-        self.feedback = feedback
-        self.prelude_norm = prelude_norm
-        self.interloop_norm = interloop_norm
-        self.output_projection = output_projection
-        self.state_init = state_init
-        self.state_seed = state_seed
-        self.state_std = state_std
-        self.readout = readout
-        self.num_loops = num_loops
-        self.exit_rule = exit_rule
-        self.exit_threshold = exit_threshold
-        self.cache_mode = cache_mode
-        self.training = training or {}
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+    family: str = "parcae"
+    vocab_size: int = 32_768
+    context_length: int = 2_048
+    width: int = 768
+    num_heads: int = 6
+    num_kv_heads: int = 6
+    head_dim: int = 128
+    ffn_width: int = 3_072
+    prelude_layers: int = 2
+    core_layers: int = 2
+    coda_layers: int = 2
+    core_width: int = 768
+    core_num_heads: int = 6
+    core_num_kv_heads: int = 6
+    core_ffn_width: int = 3_072
+    block: str = "pre"
+    norm_eps: float = 1e-5
+    norm_weight: bool = True
+    mlp: str = "relu2"
+    relu2_scale: float = 0.5
+    dropout: float = 0.0
+    positions: str = "rope"
+    rope_base: float = 50_000.0
+    rope_layout: str = "interleaved"
+    rope_direction: str = "forward"
+    rope_table: str = "fp32"
+    qk_norm: bool = True
+    qk_norm_eps: float = 2.0**-23
+    qk_bias: bool = False
+    value_embeddings: bool = True
+    value_gate_channels: int = 32
+    sliding_window: int | None = None
+    window_pattern: str = "S"
+    scale_embeddings: bool = False
+    logit_softcap: float | None = None
+    norm_before_coda: bool = False
+    injection: str = "diagonal"
+    discretization: str = "euler"
+    feedback: str = "none"
+    prelude_norm: bool = True
+    interloop_norm: bool = False
+    output_projection: bool = True
+    state_init: str = "like_init"
+    state_seed: int = 0
+    state_std: float = 1.0
+    readout: str = "norm"
+    num_loops: int = 8
+    exit_rule: str = "none"
+    exit_threshold: float | None = None
+    cache_mode: str = "full"
+    training: dict[str, Any] | None = None
+
+    def __init__(self, **kwargs: Any) -> None:
+        """The fields above, and those of every configuration of transformers; what is not given has its default."""
+        for name in LoopedConfig.__annotations__:
+            setattr(self, name, kwargs.pop(name, getattr(LoopedConfig, name)))
+        super().__init__(**{"tie_word_embeddings": True} | kwargs)
 
     @property
     def num_hidden_layers(self) -> int:
