@@ -26,7 +26,7 @@ test-layouts: $(STAMP)
 	$(BIN)/python -m pytest -q -m layouts
 
 test-slurm: $(STAMP)
-	$(BIN)/python -m pytest -q -rs -m slurm
+	$(BIN)/python -m pytest -q -m slurm
 
 test-torture: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS) -m torture

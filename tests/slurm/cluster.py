@@ -19,6 +19,8 @@ from tests.helpers import end_processes, free_port
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 PACKAGES = ("munge", "slurmctld", "slurmd", "slurm-client")
 HOSTS = Path("/etc/hosts")
+GPUS = ("null", "zero")
+"""Any character devices of /dev can pose as GPUs."""
 START_SEC = 60
 
 CONFIGURATION = """
@@ -63,7 +65,7 @@ PartitionName=high Nodes=ALL Default=NO State=UP PriorityTier=10 PreemptMode=OFF
 def why_not() -> str | None:
     """Why no SLURM can be started here; None if it can. Installs Debian's packages where they are absent."""
     if os.geteuid() != 0:
-        return "a private SLURM needs root"
+        return "a private SLURM needs root, and munge, slurmctld, slurmd and slurm-client of Debian"
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if not missing:
         return None
@@ -98,14 +100,14 @@ def running_processes() -> Iterator[Running]:
 
 
 class PrivateSlurm:
-    """Nodes n0, n1, ... of `cpus` processors and `gpus` pretended GPUs; partitions main and, preempting it, high.
+    """Nodes n0, n1, ... of `cpus` processors and two pretended GPUs; partitions main and, preempting it, high.
 
     `folder` should be short: a socket's path has at most 108 characters.
     """
 
-    def __init__(self, folder: Path, *, nodes: int = 2, cpus: int = 8, gpus: int = 2) -> None:
+    def __init__(self, folder: Path, *, nodes: int = 2, cpus: int = 8) -> None:
         self.folder, self.node_names = folder, [f"n{i}" for i in range(nodes)]
-        self._cpus, self._gpus = cpus, gpus
+        self._cpus = cpus
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._hosts_before: str | None = None
 
@@ -191,14 +193,13 @@ class PrivateSlurm:
             CONFIGURATION.format(host=host, port=free_port(), folder=self.folder, kill_wait_sec=kill_wait_sec),
             *(
                 f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={self._cpus} "
-                f"RealMemory=4000 Gres=gpu:{self._gpus} State=UNKNOWN"
+                f"RealMemory=4000 Gres=gpu:{len(GPUS)} State=UNKNOWN"
                 for name in self.node_names
             ),
             PARTITIONS.format(grace_sec=grace_sec),
         ]
         (self.folder / "slurm.conf").write_text("\n".join(lines))
-        # Any character devices can pose as GPUs.
-        gpus = (f"NodeName={name} Name=gpu File=/dev/tty[0-{self._gpus - 1}]\n" for name in self.node_names)
+        gpus = (f"NodeName={name} Name=gpu File=/dev/{file}\n" for name in self.node_names for file in GPUS)
         (self.folder / "gres.conf").write_text("".join(gpus))
         (self.folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
         (self.folder / "state").mkdir(exist_ok=True)

@@ -27,6 +27,7 @@ def launch(slurm: PrivateSlurm, config: Path, *arguments: str) -> subprocess.Com
     """The launcher's exit code and words. Threads would only compete here."""
     command = [sys.executable, "launchers/slurm.py", "--config", str(config), *arguments]
     environment = os.environ | slurm.environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"WANDB_MODE": "disabled"}
     return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
 
 

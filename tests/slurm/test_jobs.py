@@ -20,12 +20,16 @@ from tests.slurm.jobs import Job, launch, submit
 pytestmark = pytest.mark.slurm
 
 WORLD = ("--nodes", "2", "--tasks-per-node", "2")
+SETTINGS = (
+    "data.num_workers=1", "train.max_steps=160", "validation.every_steps=40", "checkpoint.every_steps=40",
+    "logging.every_steps=5",
+)  # fmt: skip
 STOPPED = "stopped on request, after a save"
 
 
 def start(slurm: PrivateSlurm, config: Path, runs: Path, name: str, *arguments: str) -> Job:
     """A job on 2 nodes x 2 tasks."""
-    job_id = submit(slurm, config, *WORLD, *arguments, f"run.dir={runs}", f"run.name={name}")
+    job_id = submit(slurm, config, *WORLD, *arguments, *SETTINGS, f"run.dir={runs}", f"run.name={name}")
     return Job(slurm, job_id, runs / name, runs / name / "slurm")
 
 
@@ -41,8 +45,8 @@ def sweep(slurm: PrivateSlurm, config: Path, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("sweep")
     path = folder / "lr.yaml"
     path.write_text("- [optimizer.lr=1e-3]\n- [optimizer.lr=2e-3]\n- [optimizer.lr=4e-3, train.max_steps=100000]\n")
-    arguments = ("--tasks-per-node", "1", "--array", str(path), "--requeue", "3")
-    array = submit(slurm, config, *arguments, f"run.dir={folder}", "run.name=s", "train.max_steps=50")
+    arguments = ("--tasks-per-node", "1", "--array", str(path), "--requeue", "3", *SETTINGS)
+    array = submit(slurm, config, *arguments, f"run.dir={folder}", "run.name=s", "train.max_steps=30")
     return [Job(slurm, f"{array}_{i}", folder / f"s-{i}", folder / "lr_slurm") for i in range(3)]
 
 
@@ -80,7 +84,7 @@ def test_a_sweep_as_an_array_and_the_cancellation_of_one_run(slurm: PrivateSlurm
     for job in sweep[:2]:
         job.wait_for("COMPLETED")
     assert [job.rows[0]["lr"] for job in sweep] == [1e-3, 2e-3, 4e-3]
-    assert [job.steps for job in sweep[:2]] == [50, 50]
+    assert [job.steps for job in sweep[:2]] == [30, 30]
     time.sleep(3)  # a requeue, were there one, would show by now
     assert (endless.state["JobState"], endless.state["Restarts"]) == ("CANCELLED", "0")
 
@@ -110,6 +114,7 @@ def test_the_interrupted_job_leaves_the_same_trace(slurm: PrivateSlurm, interrup
         ("--partition", "nope", "invalid partition specified: nope"),
         ("--sbatch", "constraint=h100", "Invalid feature specification"),
         ("--nodes", "3", "Requested node configuration is not available"),
+        ("--sbatch", "gres=gpu:3", "Requested node configuration is not available"),
     ],
 )
 def test_refused_in_the_schedulers_words(
@@ -120,6 +125,14 @@ def test_refused_in_the_schedulers_words(
     assert done.returncode == 2 and words in done.stderr and "main* high" in done.stderr
     assert list(tmp_path.iterdir()) == []
     assert slurm.run("squeue", "--noheader") == ""
+
+
+def test_a_script_for_gpus_is_accepted(slurm: PrivateSlurm, config: Path, tmp_path: Path) -> None:
+    arguments = ("--nodes", "2", "--gpus-per-node", "2", "--time", "1-00:00:00", f"run.dir={tmp_path}", "--dry-run")
+    done = launch(slurm, config, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --gpus-per-node=2\n" in done.stdout and "# SLURM accepts it: to start at" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("names", ["gpu7", "linux[1,2]", "n[08-11]", "rack[1-2]n[098-100,7],x", "a,b-1"])

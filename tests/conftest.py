@@ -1,4 +1,4 @@
-"""A small data set and the configuration of a small run on it."""
+"""A small data set and the configuration of a small run on it, for the tests that train."""
 
 from __future__ import annotations
 
