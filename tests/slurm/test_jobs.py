@@ -20,10 +20,7 @@ from tests.slurm.jobs import Job, launch, submit
 pytestmark = pytest.mark.slurm
 
 WORLD = ("--nodes", "2", "--tasks-per-node", "2")
-SETTINGS = (
-    "data.num_workers=1", "train.max_steps=160", "validation.every_steps=40", "checkpoint.every_steps=40",
-    "logging.every_steps=5",
-)  # fmt: skip
+SETTINGS = ("data.num_workers=1", "train.max_steps=120", "validation.every_steps=40", "checkpoint.every_steps=40")
 STOPPED = "stopped on request, after a save"
 
 
@@ -103,7 +100,7 @@ def test_the_interrupted_job_leaves_the_same_trace(slurm: PrivateSlurm, interrup
     straight = start(slurm, config, interrupted.folder.parent, "straight")
     straight.wait_for("COMPLETED")
     interrupted.wait_for("COMPLETED")
-    assert len(straight.rows) == 160 // 5 + 4
+    assert len(straight.rows) == 120 + 3
     assert interrupted.rows == straight.rows
     assert straight.state["Requeue"] == "0" and straight.state["ExitCode"] == "0:0"
 
