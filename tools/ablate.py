@@ -5,7 +5,8 @@
 Overrides go to every run. What is done is not done again, and a run that was interrupted goes on from its checkpoint;
 with --minutes the command stops after that time with exit code 85. With --in-process runs are trained in this process,
 one after the other, without launcher and checkpoints: for many short ones. OUT gets the runs, measured/NAME.json of
-each, summary.json and report.html (tools.blindspot). On a cluster the same runs are a sweep:
+each, summary.json and report.html (tools.blindspot). A run that diverges is counted as such, and the others go on. On a
+cluster the same runs are a sweep:
 
     python -m tools.ablate configs/ablations/readout.yaml --out runs/readout --list readout_sweep.yaml
     python launchers/slurm.py --config configs/ablations/blindspot_base.yaml --array readout_sweep.yaml ...
@@ -35,6 +36,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -42,11 +45,11 @@ from yaml import YAMLError
 from launchers.slurm import is_finished
 from pretrain.config.load import load_config
 from pretrain.config.schema import Config
-from pretrain.errors import STOPPED_EXIT_CODE, ConfigError, PretrainError, TrainingError
+from pretrain.errors import STOPPED_EXIT_CODE, ConfigError, DistributedError, PretrainError, TrainingError
 from pretrain.files import write_text
 from pretrain.train.metrics import METRICS_NAME, read_metrics
 from tools.blindspot import Measurement, Opened, Settings, finite, measure, read_rows
-from tools.report import Section, Table, axes_of, line_figure, markdown, new_figure, write_page
+from tools.report import Section, Table, axes_of, markdown, new_figure, write_page
 from tools.short_run import train_short
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,6 +102,8 @@ def read_experiment(path: Path) -> Experiment:
             raise ConfigError(f"{path}: variants.{name}={overrides!r}: expected a list such as [optimizer.lr=1e-3]")
     if tree["reference"] not in variants:
         raise ConfigError(f"{path}: reference={tree['reference']!r}: expected one of {', '.join(variants)}")
+    if tree["loops"] < 2:
+        raise ConfigError(f"{path}: loops={tree['loops']}: expected at least 2, of which the last is compared with one")
     if not all(isinstance(seed, int) for seed in tree["seeds"]) or len(set(tree["seeds"])) != len(tree["seeds"]):
         raise ConfigError(f"{path}: seeds={tree['seeds']!r}: expected different integers")
     return Experiment(path.parent / tree["config"], tree["reference"], tree["seeds"], tree["loops"], variants)
@@ -127,7 +132,10 @@ def trials_of(experiment: Experiment, out: Path, extra: Sequence[str]) -> list[T
 
 
 def train(experiment: Experiment, trial: Trial, minutes: float | None) -> bool:
-    """Runs or resumes a trial; False where it stopped before its end. Errors: TrainingError if it failed."""
+    """Runs or resumes a trial; False where it stopped before its end.
+
+    Errors: the one that ended the run, TrainingError where it diverged.
+    """
     if is_finished(load_config(experiment.config, trial.overrides)):
         return True
     limit = [] if minutes is None else [f"train.max_hours={max(minutes, 0.1) / 60:.5f}"]
@@ -135,32 +143,49 @@ def train(experiment: Experiment, trial: Trial, minutes: float | None) -> bool:
     command = [sys.executable, "pretrain/main.py", "--config", config, *trial.overrides, *limit]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     if code not in (0, STOPPED_EXIT_CODE):
-        raise TrainingError(f"run {trial.name} ended with exit code {code}; its output is above")
+        kinds = {kind.exit_code: kind for kind in PretrainError.__subclasses__()}
+        raise kinds.get(code, DistributedError)(f"run {trial.name} ended with exit code {code}; its output is above")
     return code == 0
 
 
-def measured(
-    experiment: Experiment, trial: Trial, out: Path, *, may_measure: bool, in_process: bool = False
-) -> Record | None:
-    """The trial's record: the one of an earlier call, else measured now; None where it is not trained yet.
-
-    Errors: ConfigError where the record is of other settings.
-    """
-    path = out / "measured" / f"{trial.name}.json"
-    if path.is_file():
-        record: Record = json.loads(path.read_text())
-        if record["overrides"] != trial.overrides:
-            raise ConfigError(
-                f"{path}: measured with {' '.join(record['overrides'])}, now asked for {' '.join(trial.overrides)}: "
-                "choose another --out"
-            )
-        return record
-    if not may_measure:
+def earlier_record(trial: Trial, out: Path) -> Record | None:
+    """The trial's record of an earlier call, or None. Errors: ConfigError where it is of other settings."""
+    path = _record_path(trial, out)
+    if not path.is_file():
         return None
-    record = (_short if in_process else _of_run)(experiment, trial, out)
-    record |= {"overrides": trial.overrides, "variant": trial.variant, "seed": trial.seed, "training": {}}
-    write_text(path, json.dumps(finite(record), allow_nan=False) + "\n")
+    record: Record = json.loads(path.read_text())
+    if record["overrides"] != trial.overrides:
+        raise ConfigError(
+            f"{path}: measured with {' '.join(record['overrides'])}, now asked for {' '.join(trial.overrides)}: "
+            "choose another --out"
+        )
     return record
+
+
+def make_record(
+    experiment: Experiment, trial: Trial, out: Path, minutes: float | None, *, in_process: bool
+) -> Record | None:
+    """Trains and measures a trial and keeps its record; None where training stopped before its end.
+
+    The record of a run that diverged has `diverged`, the reason, in place of measurements.
+    """
+    try:
+        if in_process:
+            record = _short(experiment, trial, out)
+        elif train(experiment, trial, minutes):
+            record = _of_run(experiment, trial, out)
+        else:
+            return None
+    except TrainingError as error:
+        record = {"diverged": str(error)}
+    own = {"name": trial.name, "variant": trial.variant, "seed": trial.seed, "overrides": trial.overrides}
+    kept: Record = finite(record | own | {"training": {}})
+    write_text(_record_path(trial, out), json.dumps(kept, allow_nan=False) + "\n")
+    return kept
+
+
+def _record_path(trial: Trial, out: Path) -> Path:
+    return out / "measured" / f"{trial.name}.json"
 
 
 def _of_run(experiment: Experiment, trial: Trial, out: Path) -> Record:
@@ -212,26 +237,39 @@ def summarise(experiment: Experiment, records: list[Record]) -> Record:
     for variant in experiment.variants:
         own = [record for record in records if record["variant"] == variant]
         if own:
-            columns = {name: [get(record) for record in own] for name, get in COLUMNS.items()}
-            summary[variant] = {"seeds": len(own), **{n: [statistics.fmean(v), _spread(v)] for n, v in columns.items()}}
-    reference = summary.get(experiment.reference)
+            used = [with_nan(record) for record in own if "diverged" not in record]
+            columns = {name: _mean_and_spread([get(record) for record in used]) for name, get in COLUMNS.items()}
+            summary[variant] = {"seeds": len(used), "diverged": len(own) - len(used), **columns}
+    reference = summary.get(experiment.reference, {"seeds": 0})
     for row in summary.values():
         for name in ("norm at K", "s per step"):
-            row[f"{name}, ratio"] = row[name][0] / reference[name][0] if reference else None
+            row[f"{name}, ratio"] = row[name][0] / reference[name][0] if row["seeds"] and reference["seeds"] else None
     return summary
 
 
-def _spread(values: list[float]) -> float | None:
-    return statistics.stdev(values) if len(values) > 1 else None
+def _mean_and_spread(values: list[float]) -> list[float | None]:
+    return [
+        float(np.mean(values)) if values else None,
+        float(np.std(values, ddof=1)) if len(values) > 1 else None,
+    ]  # fmt: skip
+
+
+def with_nan(value: Any) -> Any:
+    """A kept record with NaN where its JSON has null: numbers that were not finite."""
+    if isinstance(value, dict):
+        return {key: with_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [with_nan(item) for item in value]
+    return math.nan if value is None else value
 
 
 def table_of(summary: Record) -> Table:
     """A line for each variant, mean ± standard deviation."""
 
     def cell(value: Any) -> str:
-        if not isinstance(value, list):
-            return "-" if value is None else f"{value:.3g}"
-        mean, spread = value
+        mean, spread = value if isinstance(value, list) else (value, None)
+        if mean is None:
+            return "-"
         return f"{mean:.4g}" if spread is None else f"{mean:.4g} ± {spread:.2g}"
 
     names = list(next(iter(summary.values())))
@@ -244,26 +282,45 @@ def write_results(experiment: Experiment, out: Path, records: list[Record]) -> T
     from tools.blindspot_page import sections
 
     summary = summarise(experiment, records)
-    write_text(out / "summary.json", json.dumps(summary, indent=1) + "\n")
+    write_text(out / "summary.json", json.dumps(finite(summary), indent=1) + "\n")
     table = table_of(summary)
-    lines = {r["name"]: ([s for s, _ in r["norm_by_step"]], [n for _, n in r["norm_by_step"]]) for r in records}
-    growth = line_figure(lines, xlabel="step", ylabel="mean norm of the last state", yscale="log")
-    bars = new_figure()
-    axes = axes_of(bars, ylabel="mean norm at K", yscale="log")
-    for i, (variant, row) in enumerate(summary.items()):
-        mean, spread = row["norm at K"]
-        axes.bar(i, mean, yerr=spread if spread is not None and math.isfinite(spread) else None, capsize=4)
-        axes.text(i, mean, variant, rotation=20, fontsize=7)
-    axes.set_xticks([])
+    notes = [f"{r['name']} diverged: {r['diverged']}." for r in records if "diverged" in r]
+    used = [with_nan(record) for record in records if "diverged" not in record]
     head = Section(
         "Variants",
         "Means over seeds of what is measured on validation rows after training, and norms during training.",
-        {"final_norms": bars, "norm_by_step": growth}, [table],
+        {"final_norms": _final_norms(summary), "norm_by_step": _growth(used)}, [table], notes,
     )  # fmt: skip
-    seed = min(record["seed"] for record in records)
-    details = sections([record for record in records if record["seed"] == seed])
+    seed = min((record["seed"] for record in used), default=0)
+    details = sections(own) if (own := [record for record in used if record["seed"] == seed]) else ()
     write_page(out, f"Ablation of {experiment.config.stem}", f"Details are of seed {seed}.", [head, *details])
     return table
+
+
+def _final_norms(summary: Record) -> Figure:
+    figure = new_figure()
+    axes = axes_of(figure, ylabel="mean norm at K", yscale="log")
+    for i, (variant, row) in enumerate(summary.items()):
+        mean, spread = row["norm at K"]
+        if mean is not None and math.isfinite(mean):
+            axes.bar(i, mean, yerr=spread, capsize=4)
+            axes.text(i, mean, variant, rotation=20, fontsize=7)
+    axes.set_xticks([])
+    return figure
+
+
+def _growth(records: list[Record]) -> Figure:
+    """The state's norm by step: one colour for each variant, a line for each seed."""
+    figure = new_figure()
+    axes = axes_of(figure, xlabel="step", ylabel="mean norm of the last state", yscale="log")
+    variants = list(dict.fromkeys(r["variant"] for r in records))
+    for r in records:
+        steps, norms = [s for s, _ in r["norm_by_step"]], [n for _, n in r["norm_by_step"]]
+        label = None if any(line.get_label() == r["variant"] for line in axes.lines) else r["variant"]
+        axes.plot(steps, norms, color=f"C{variants.index(r['variant']) % 10}", label=label)
+    if records:
+        axes.legend(fontsize=8)
+    return figure
 
 
 def run(experiment: Experiment, trials: list[Trial], out: Path, minutes: float | None, in_process: bool = False) -> int:
@@ -271,18 +328,19 @@ def run(experiment: Experiment, trials: list[Trial], out: Path, minutes: float |
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     records, stopped = [], False
     for trial in trials:
-        record = measured(experiment, trial, out, may_measure=False)
+        record = earlier_record(trial, out)
         if record is None and not stopped:
             left = (end - time.monotonic()) / 60
-            stopped = left <= 0
-            if not (stopped or in_process):
-                stopped = not train(experiment, trial, None if math.isinf(left) else left)
-            record = None if stopped else measured(experiment, trial, out, may_measure=True, in_process=in_process)
+            limit = None if math.isinf(left) else left
+            if left > 0:
+                record = make_record(experiment, trial, out, limit, in_process=in_process)
+            stopped = record is None
         if record is not None:
             records.append(record)
     if records:
         print(markdown(write_results(experiment, out, records)))
-    print(f"{len(records)} of {len(trials)} runs are measured")
+    diverged = sum("diverged" in record for record in records)
+    print(f"{len(records)} of {len(trials)} runs are measured" + (f", {diverged} of them diverged" if diverged else ""))
     return STOPPED_EXIT_CODE if stopped else 0
 
 

@@ -167,14 +167,14 @@ class Measurement:
         exact.compute_dtype = torch.float64
         basis = self.directions.bottom(self.count)
         gradients = readout_gradients(exact, self.sample, self.read_loops, basis)
-        bases = [self.directions.bottom(self.count), self.directions.top(self.count)]
-        names = [f"bottom {self.count}", f"top {self.count}"]
-        shares = variance_shares(exact, self.sample[0], self.num_loops, bases) if self.num_loops > 1 else [None, None]
+        bases = {"radial": None, f"bottom {self.count}": basis, f"top {self.count}": self.directions.top(self.count)}
+        several = self.num_loops > 1
+        shares = variance_shares(exact, self.sample[0], self.num_loops, list(bases.values())) if several else []
         return {
             "gradients": [_gradient(g) for g in gradients],
             "singular_values": self.directions.values.tolist(),
             "subspace": self.count,
-            "variance_over_loops": dict(zip(names, shares, strict=True)),
+            "variance_over_loops": dict(zip(bases, shares, strict=several)),
             "linear": linear_parts(self.model)._asdict(),
         }
 
@@ -238,7 +238,9 @@ class Measurement:
 
     def _training(self) -> Record:
         """From the run's metrics.jsonl, where the model is in its run's folder."""
-        steps = [row for row in read_metrics(self.run_folder / METRICS_NAME) if row.get("grad_norm") is not None]
+        metrics = read_metrics(self.run_folder / METRICS_NAME)
+        steps = [row for row in metrics if row.get("grad_norm") is not None]
+        probes = [row for row in metrics if "probe_norm" in row]
         if len(steps) < 2:
             self.skipped["training"] = f"{self.run_folder / METRICS_NAME} has no gradient norms"
             return {}
@@ -249,6 +251,8 @@ class Measurement:
             "grad_norms": norms,
             "oscillation": [gradient_oscillation(norms[: i + 1]) for i in range(len(norms))],
             "spikes": [steps[i]["step"] for i in loss_spikes(losses)],
+            "norms": [{"step": row["step"], **row["probe_norm"]} for row in probes],
+            "grad_norm_parts": probes[-1].get("grad_norm_parts", {}) if probes else {},
         }
 
 

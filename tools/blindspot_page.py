@@ -249,12 +249,30 @@ def _training(records: list[Record]) -> Section:
         ]  # fmt: skip
         columns = ["model", "oscillation, last 100 steps", "largest gradient norm", "loss spikes", "at steps"]
         tables.append(Table(columns, rows))
+        figures |= _probed_norms(trained)
+        parts = [[r["name"], *item] for r in trained for item in r["training"]["grad_norm_parts"].items()]
+        if parts:
+            tables.append(Table(["model", "part", "gradient norm"], parts, "raw gradient before the last probe"))
     return Section(
         "Training stability",
         "From the run's metrics: the gradient oscillation, the standard deviation of the logarithm of the gradient "
-        "norm over the last 100 steps; and loss spikes, losses above the running median by three interquartile ranges.",
+        "norm over the last 100 steps; loss spikes, losses above the running median by three interquartile ranges; and "
+        "what the probe saw of the state's norm and of the gradient of each layer.",
         figures, tables, _notes(records, "training"),
     )  # fmt: skip
+
+
+def _probed_norms(records: list[Record]) -> dict[str, Figure]:
+    """Norm after the first and the last loop by step, from the probes of each run; nothing without probes."""
+    lines = {}
+    for r in records:
+        if rows := r["training"]["norms"]:
+            steps, loops = [row["step"] for row in rows], [key for key in rows[-1] if key != "step"]
+            for loop in dict.fromkeys((loops[0], loops[-1])):
+                lines[f"{r['name']}, loop {loop}"] = (steps, [row.get(loop) for row in rows])
+    if not lines:
+        return {}
+    return {"norms_in_training": line_figure(lines, xlabel="step", ylabel="mean norm of the state", yscale="log")}
 
 
 def _generation(records: list[Record]) -> Section:

@@ -37,6 +37,7 @@ from tools.scaling.predict import (
     curve_constants,
     inputs_of,
     loops_for_loss,
+    loss_at,
     predict_loss,
     useful_loops,
 )
@@ -195,9 +196,9 @@ def _predict(args: argparse.Namespace) -> None:
         best = best_for_budget(constants, cfg, args.flops)
         print(f"best mean loops {best.mean_loops}\nbest tokens {best.tokens}\nloss {best.loss}")
         if args.source not in PUBLISHED:
-            for name, loops, tokens, notes in best_by_curves(read_fits(Path(args.source)), args.flops):
-                rest = "".join(f"; {note}" for note in notes)
-                print(f"iso-FLOP optima, {name}: mean loops {loops:.3g}, tokens {tokens:.4g}{rest}")
+            for name, loops, tokens in best_by_curves(read_fits(Path(args.source)), args.flops):
+                print(f"iso-FLOP optima, {name}: mean loops {loops}")
+                print(f"iso-FLOP optima, {name}: tokens {tokens}")
         return
     mean_loops = cfg.model.recurrence.mean_loops if args.mean_loops is None else args.mean_loops
     tokens = cfg.total_steps * cfg.tokens_per_step if args.tokens is None else args.tokens
@@ -216,9 +217,9 @@ def _predict_loops(args: argparse.Namespace, constants: Constants, inputs: dict[
     elif args.latency_ms is not None:
         loops = Latency(args.ms_once, args.ms_per_loop).loops_within(args.latency_ms)
         used = min(loops, useful_loops(constants, inputs))
-        value, _ = constants.losses({**inputs, "num_loops": float(used)})
         rest = f"; {used} are enough, more gain less than 0.001" if used < loops else ""
-        print(f"loops within {args.latency_ms:g} ms: {loops}{rest}; loss {float(value[0]):.4f} at {used}")
+        print(f"loops within {args.latency_ms:g} ms: {loops}{rest}")
+        print(f"loss at {used} loops {loss_at(constants, {**inputs, 'num_loops': float(used)})}")
     else:
         raise ConfigError("predict: expected --target-loss or --latency-ms with --run")
 

@@ -77,7 +77,7 @@ def train_short(cfg: Config, data: Path) -> Finished:
         output.loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm or math.inf)
         if not (output.loss.isfinite() and norm.isfinite()):
-            raise TrainingError(f"step {step + 1}: loss {float(output.loss)}, gradient norm {float(norm)}: not finite")
+            raise TrainingError(f"step {step + 1}: loss {output.loss.item()}, gradient norm {float(norm)}: not finite")
         optimizer.step()
         seconds.append(time.perf_counter() - begin)
         if cfg.probe.every_steps and (step + 1) % cfg.probe.every_steps == 0:

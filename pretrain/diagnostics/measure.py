@@ -107,7 +107,7 @@ def logit_change(model: LoopedLM, tokens: Tensor, num_loops: int, edit: Edit) ->
 
 
 @torch.no_grad()
-def variance_shares(model: LoopedLM, tokens: Tensor, num_loops: int, bases: Sequence[Tensor]) -> list[float]:
-    """Share of the states' variance over the loops within each subspace [d_h, k]."""
+def variance_shares(model: LoopedLM, tokens: Tensor, num_loops: int, bases: Sequence[Tensor | None]) -> list[float]:
+    """Share of the states' variance over the loops within each subspace [d_h, k]; None: the radial direction."""
     states = torch.stack([h.flatten(0, 1).double() for h, _ in model.states(tokens, num_loops)])
     return [variance_share(states, basis) for basis in bases]

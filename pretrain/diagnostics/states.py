@@ -80,8 +80,13 @@ def unit(h: Tensor) -> Tensor:
     return h / h.norm(dim=-1, keepdim=True).clamp(min=TINY)
 
 
-def variance_share(h: Tensor, basis: Tensor) -> float:
-    """Share of the states' variance over loops that lies in a subspace: h [T, N, d], orthonormal basis [d, k]."""
-    deviation = h.double() - h.double().mean(0)
+def variance_share(h: Tensor, basis: Tensor | None) -> float:
+    """Share of the states' variance over loops that lies in a subspace: h [T, N, d], orthonormal basis [d, k].
+
+    `basis` None is the radial direction: that of each token's mean over the loops.
+    """
+    mean = h.double().mean(0)
+    deviation = h.double() - mean
+    inside = (deviation * unit(mean)).sum(-1) if basis is None else deviation @ basis.double()
     total = float(deviation.square().sum())
-    return float((deviation @ basis.double()).square().sum()) / total if total else 0.0
+    return float(inside.square().sum()) / total if total else 0.0

@@ -15,7 +15,7 @@ What is fixed here, and why (DeepSpeed 0.19.8):
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +35,6 @@ log = logging.getLogger(__name__)
 
 PARAMETER = "parameter"
 """Key of a parameter's value among its saved tensors, beside the optimizer's state keys."""
-
-GRADIENT_PARTS = (
-    "embedding", "position_embedding", "prelude", "prelude_norm", "injection", "core", "output_projection", "coda",
-    "final_norm", "head", "auxiliary",
-)  # fmt: skip
-"""First parts of the parameters' names."""
 
 PERSISTENT_ELEMENTS = 100_000
 """Stage 3 keeps smaller parameters (norms, gates) whole: to gather each would cost more than its memory."""
@@ -241,23 +235,23 @@ class ZeroEngine:
         """Whether the next steps leave what `gradient_norms` reads."""
         self._optimizer.squared_norms = {} if wanted else None
 
-    def gradient_norms(self) -> dict[str, float]:
-        """Norm of the raw gradient of each part of the model (names up to the first dot) in the last step, measured.
+    def gradient_norms(self, parts: Sequence[str]) -> dict[str, float]:
+        """Norm of the raw gradient of each part in the last step, measured: of the parameters whose names begin so.
 
-        Each parameter counts once in any layout. Collective over all ranks; {} where nothing was measured.
+        `parts` are the same on all ranks and hold every parameter. Each parameter counts once in any layout. Collective
+        over all ranks; {} where nothing was measured.
         """
         layout, module = self.layout, self.module
-        squared: dict[str, float] = {}
+        squared = dict.fromkeys(parts, 0.0)
         for name, value in (self._optimizer.squared_norms or {}).items():
             parameter = module.get_parameter(name)
             sharded = getattr(parameter, "tensor_partition_dim", None) is not None
             repeated = getattr(parameter, "ds_pipe_replicated", False) or (layout.tensor_rank > 0 and not sharded)
-            part = name.split(".")[0]
-            squared[part] = squared.get(part, 0.0) + (0.0 if repeated else float(value))
-        sums = torch.tensor([squared.get(part, 0.0) for part in GRADIENT_PARTS], dtype=torch.float64)
-        sums = sums.to(layout.device)
+            part = next(part for part in parts if name.startswith(f"{part}."))
+            squared[part] += 0.0 if repeated else float(value)
+        sums = torch.tensor(list(squared.values()), dtype=torch.float64).to(layout.device)
         dist.all_reduce(sums, group=layout.world_group)
-        return {part: value**0.5 for part, value in zip(GRADIENT_PARTS, sums.tolist(), strict=True) if value > 0}
+        return {part: value**0.5 for part, value in zip(parts, sums.tolist(), strict=True) if value > 0}
 
     @property
     def adamw_steps(self) -> int:

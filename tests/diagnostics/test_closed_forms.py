@@ -79,6 +79,8 @@ def test_variance_over_loops_in_a_subspace() -> None:
     h = 5.0 + loops * (basis[:, 0] + 2 * basis[:, 1]).expand(4, 6)
     assert variance_share(h, basis[:, :1]) == pytest.approx(0.2, rel=TOLERANCE)
     assert variance_share(h, basis[:, 2:]) == pytest.approx(0.0, abs=1e-12)
+    turned = loops * basis[:, 0] * 0.3 + (3.0 + loops) * basis[:, 1].expand(4, 6)
+    assert variance_share(turned, None) == pytest.approx(1 / 1.09, rel=TOLERANCE)
 
 
 class Spiral(LoopedLM):

@@ -115,12 +115,28 @@ def test_short_runs_train_in_this_process(experiment: Path, tmp_path: Path) -> N
     assert ablate.main(muon) == 2
 
 
+def test_a_run_that_diverges_is_counted_and_the_others_go_on(
+    experiment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment.write_text(experiment.read_text() + "  broken: [optimizer.lr=1e30, model.recurrence.readout=raw]\n")
+    arguments = [str(experiment), "--out", str(tmp_path / "out"), "--in-process", "--only", "broken"]
+    assert ablate.main(arguments) == 0
+    assert "4 of 4 runs are measured, 2 of them diverged" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["norm"]["seeds"], summary["norm"]["diverged"]) == (2, 0)
+    assert (summary["broken"]["seeds"], summary["broken"]["diverged"]) == (0, 2)
+    assert summary["broken"]["norm at K"] == [None, None] and summary["broken"]["norm at K, ratio"] is None
+    assert "broken_s5 diverged: step" in (tmp_path / "out" / "report.html").read_text()
+    assert ablate.main(arguments) == 0, "and it is not tried again"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("reference: norm", "reference: none", "reference='none': expected one of norm, raw"),
         ("seeds: [0, 5]", "seeds: [0, 0]", "expected different integers"),
         ("loops: 4\n", "", "expected exactly the keys"),
+        ("loops: 4\n", "loops: 1\n", "loops=1: expected at least 2"),
         ("raw: [model.recurrence.readout=raw]", "raw: readout", "variants.raw='readout'"),
         ("readout=raw", "readot=raw", "readot"),
     ],

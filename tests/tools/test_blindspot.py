@@ -49,7 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in MODELS:
         model = make(name)
         save_model(folder / "runs", name, model.cfg, model, data, LossConfig())
-    steps = [{"step": i + 1, "loss": 3.0, "grad_norm": math.exp(i % 2)} for i in range(40)]
+    steps: list[dict[str, Any]] = [{"step": i + 1, "loss": 3.0, "grad_norm": math.exp(i % 2)} for i in range(40)]
+    probe = {"probe_norm": {"1": 2.0, "4": 5.0}, "grad_norm_parts": {"core.0": 0.25}}
+    steps += [{"step": step, **probe} for step in (20, 40)]
     (folder / "runs" / "norm" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
     return folder
 
@@ -98,6 +100,9 @@ def test_scale_and_edits(report: dict[str, Any]) -> None:
     changes = {(i["subspace"], i["edit"]): i["logit_change"] for i in norm["interventions"]}
     assert changes["bottom 3", "noise"] < changes["top 3", "noise"]
     assert norm["training"]["oscillation"][-1] == pytest.approx(0.5) and norm["training"]["spikes"] == []
+    assert norm["training"]["norms"][1] == {"step": 40, "1": 2.0, "4": 5.0}
+    assert norm["training"]["grad_norm_parts"] == {"core.0": 0.25}
+    assert norm["variance_over_loops"].keys() == {"radial", "bottom 3", "top 3"}
 
 
 def test_what_does_not_apply_is_said(report: dict[str, Any], folder: Path) -> None:
@@ -127,7 +132,7 @@ class Page(html.parser.HTMLParser):
 def test_the_page_stands_alone_and_has_every_figure(report: dict[str, Any], folder: Path) -> None:
     page = Page((folder / "report" / "report.html").read_text())
     assert {path.stem for path in (folder / "report").glob("*.png")} == page.images.keys()
-    assert len(page.images) == 9
+    assert len(page.images) == 10
     assert all(link.startswith(("data:", "#")) for link in page.links) and "script" not in page.tags
 
 
@@ -149,7 +154,7 @@ def test_a_browser_shows_the_page(report: dict[str, Any], folder: Path, tmp_path
         "--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom", copy.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "<title>images 9, fetched 0</title>" in done.stdout
+    assert "<title>images 10, fetched 0</title>" in done.stdout
     assert "CONSOLE" not in done.stderr, done.stderr
 
 

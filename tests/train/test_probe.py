@@ -33,6 +33,7 @@ def test_what_a_probe_logs_and_that_layouts_agree(config: Path, tmp_path: Path) 
     assert first["probe_norm_max"]["1"] >= first["probe_norm_p99"]["1"] >= first["probe_norm_p50"]["1"] > 0
     assert first["spectral_radius"] == pytest.approx(5**-0.5, abs=0.01)
     step = next(row for row in alone.rows if row["step"] == 2 and "grad_norm" in row)
+    assert {"prelude.0", "core.0", "core.1", "coda.0", "injection", "embedding"} <= first["grad_norm_parts"].keys()
     total = sum(norm**2 for norm in first["grad_norm_parts"].values()) ** 0.5
     assert total == pytest.approx(step["grad_norm"], rel=1e-4)
     validation = next(row["val_loss"] for row in alone.rows if "val_loss" in row)

@@ -1,31 +1,25 @@
-"""One fitter for all laws: Huber loss on log L, L-BFGS from many starts, bootstrap intervals, profile likelihoods.
+"""One fitter for all laws: the least Huber loss on log L, bootstrap intervals, profile likelihoods, held-out errors.
 
-    S(c) = sum_i rho((ln L_i - ln L(x_i; c)) / delta),   rho(u) = u^2 / 2 below |u| = 1, |u| - 1/2 above
-
-(Hoffmann et al. 2022, section 3.3.) The papers' delta of 1e-3 is kept where losses are that exact; above it delta is
-1.345 robust standard deviations of the residuals, where Huber's estimate has 95% of the efficiency of least squares: a
-delta far below the noise makes it a fit of absolute values, with 64%. The fitter moves logarithms: of each constant, or
-of the size of the whole term for a coefficient. Derivatives are exact, by complex steps.
+The papers' delta of 1e-3 (Hoffmann et al. 2022) is kept where losses are that exact; above it delta is 1.345 robust
+standard deviations of the residuals, where Huber's estimate has 95% of the efficiency of least squares: a delta far
+below the noise makes it a fit of absolute values, with 64%. The search is that of problem.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import solve_triangular
-from scipy.optimize import minimize
 from scipy.stats import norm, t
 
 from pretrain.errors import ConfigError
 from tools.scaling.laws import Law
+from tools.scaling.problem import DELTA, Floats, Problem
 
-Floats = NDArray[np.float64]
-DELTA = 1e-3
 _TUNING = 1.345
 _MAD = 1.4826
 """Standard deviation of a normal variable over its median absolute deviation."""
@@ -33,11 +27,8 @@ STARTS, BOOTSTRAPS, FOLDS = 64, 200, 6
 LEVEL = 0.95
 _CHI2_95 = 3.841
 """95% quantile of chi^2 with one degree of freedom."""
-_COMPLEX_STEP = 1e-30
 _LARGEST_LOG = 300.0
 """Of a coefficient that nothing holds."""
-_ROOM = math.log(10)
-"""Constants stay within this of the range of their starts, in log: an exponent of 15 does not overflow yet."""
 
 
 @dataclass(frozen=True)
@@ -89,85 +80,6 @@ def quantiles(samples: Floats) -> tuple[float, float]:
     return float(low), float(high)
 
 
-class Problem:
-    """A law with data, in the coordinates that the fitter moves.
-
-    v_i is ln of constant i; for a coefficient of input^-exponent, ln of the term at the input's geometric mean.
-    """
-
-    def __init__(self, law: Law, inputs: Mapping[str, Sequence[float] | Floats], loss: Sequence[float] | Floats,
-                 delta: float = DELTA) -> None:  # fmt: skip
-        self.law, self.delta = law, delta
-        self.inputs = {name: np.asarray(inputs[name], dtype=np.float64) for name in law.inputs}
-        self.log_loss = np.log(np.asarray(loss, dtype=np.float64))
-        ends = [(math.log(c.low) - _ROOM, math.log(c.high) + _ROOM) for c in law.constants]
-        self.low, self.high = (np.array(end) for end in zip(*ends, strict=True))
-        self.fixed: dict[str, float] = {}
-        """Constants that stay at a value, for profiles."""
-
-    def copy(self, mask: NDArray[np.bool_] | slice = slice(None)) -> Problem:
-        """The same problem on some of the points."""
-        inputs = {name: values[mask] for name, values in self.inputs.items()}
-        return Problem(self.law, inputs, np.exp(self.log_loss[mask]), self.delta)
-
-    def constants(self, v: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """The constants at v [..., constants], each [..., 1]."""
-        logs = {c.name: v[..., i : i + 1] for i, c in enumerate(self.law.constants)}
-        logs |= {name: np.full_like(v[..., :1], math.log(value)) for name, value in self.fixed.items()}
-        for c in self.law.constants:
-            if c.scales is not None and c.name not in self.fixed:
-                name, exponent = c.scales
-                logs[c.name] = logs[c.name] + np.exp(logs[exponent]) * np.log(self.inputs[name]).mean()
-        return {name: np.exp(value) for name, value in logs.items()}
-
-    def log_model(self, v: Floats) -> tuple[Floats, Floats]:
-        """ln L [points] at v and its derivatives [constants, points]."""
-        shifted = v + 1j * _COMPLEX_STEP * np.eye(len(v))
-        values = np.log(self.law.predict(self.constants(shifted), self.inputs))
-        return values[0].real, values.imag / _COMPLEX_STEP
-
-    def objective(self, v: Floats) -> tuple[float, Floats]:
-        """S and its gradient at v; v is taken back into its bounds first."""
-        inside = np.clip(v, self.low, self.high)
-        model, jacobian = self.log_model(inside)
-        scaled = (self.log_loss - model) / self.delta
-        size = np.abs(scaled)
-        value = np.where(size < 1, scaled**2 / 2, size - 0.5).sum()
-        gradient = -(jacobian @ np.clip(scaled, -1, 1)) / self.delta
-        return float(value), np.where(inside == v, gradient, 0.0)
-
-    def from_start(self, v: Floats) -> tuple[float, Floats]:
-        """(S, v) of the local minimum that plain L-BFGS finds from v."""
-        bounds = list(zip(self.low, self.high, strict=True))
-        found = minimize(self.objective, v, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 200})
-        return float(found.fun), np.asarray(found.x)
-
-    def polish(self, v: Floats, triangle: Floats | None = None) -> tuple[float, Floats]:
-        """(S, v) of the minimum near v, by L-BFGS in coordinates that the data make equally stiff."""
-        scale = self.triangle(v) if triangle is None else triangle
-
-        def whitened(w: Floats) -> tuple[float, Floats]:
-            value, gradient = self.objective(v + solve_triangular(scale, w, check_finite=False))
-            return value, solve_triangular(scale, gradient, trans=1, check_finite=False)
-
-        options = {"maxiter": 200, "ftol": 1e-10, "gtol": 1e-4}
-        found = minimize(whitened, np.zeros_like(v), jac=True, method="L-BFGS-B", options=options)
-        return float(found.fun), np.clip(v + solve_triangular(scale, found.x), self.low, self.high)
-
-    def triangle(self, v: Floats) -> Floats:
-        """R of J / delta = Q R, with a little of the identity, so that flat directions stay finite."""
-        jacobian = self.log_model(v)[1].T / self.delta
-        ridge = 1e-5 * np.linalg.norm(jacobian) * np.eye(len(v))
-        return np.asarray(np.linalg.qr(np.vstack([jacobian, ridge]), mode="r"))
-
-    def best(self, starts: int, rng: np.random.Generator) -> tuple[float, Floats]:
-        """(S, v) of the best of `starts` random starts."""
-        lows, highs = (np.log([getattr(c, end) for c in self.law.constants]) for end in ("low", "high"))
-        found = [self.from_start(rng.uniform(lows, highs)) for _ in range(starts)]
-        nearest = sorted(found, key=lambda item: item[0])[:3]
-        return min((self.polish(v) for _, v in nearest), key=lambda item: item[0])
-
-
 def solve(
     law: Law, inputs: Mapping[str, Sequence[float] | Floats], loss: Sequence[float] | Floats, *,
     delta: float | None = None, starts: int = STARTS, rng: np.random.Generator | None = None,
@@ -184,7 +96,8 @@ def solve(
         freedom = len(residuals) / (len(residuals) - len(v))
         spread = float(np.median(np.abs(residuals))) * _MAD * math.sqrt(freedom)
         problem.delta = max(DELTA, _TUNING * spread)
-        objective, v = problem.polish(v)
+        values, fitted = problem.minima(v[None])
+        objective, v = float(values[0]), fitted[0]
     return problem, objective, v
 
 
@@ -205,11 +118,11 @@ def fit(
     values = _values(problem, v)
     samples = _bootstrap(problem, v, residuals, jacobian, runs, bootstraps, rng)
     ends = [quantiles(samples[:, i]) for i in range(len(law.names))]
+    identified = _identified(problem, v, objective, residuals)
     return Fit(
         law=law,
         constants={
-            name: Estimate(values[i], *ends[i], _is_identified(problem, v, objective, residuals, i))
-            for i, name in enumerate(law.names)
+            name: Estimate(values[i], *ends[i], identified[i]) for i, name in enumerate(law.names)
         },
         samples=samples, residuals=residuals, objective=objective * problem.delta**2, delta=problem.delta,
         noise=_noise(residuals, len(v)), held_out=_held_out(problem, v, runs),
@@ -263,19 +176,18 @@ def _bootstrap(
     inflated = residuals / np.sqrt(1 - np.minimum((basis**2).sum(1), 0.9))
     unique, member = np.unique(groups, return_inverse=True)
     alone = len(unique) == len(groups)
-    model, triangle, noise = problem.log_loss - residuals, problem.triangle(v), _noise(residuals, len(v))
+    model, noise = problem.log_loss - residuals, _noise(residuals, len(v))
     stretch = t.ppf((1 + LEVEL) / 2, max(1, len(unique) - len(v))) / norm.ppf((1 + LEVEL) / 2)
-    again, center = problem.copy(), np.log(_values(problem, v))
-    samples = np.empty((count, len(v)))
-    for sample in samples:
-        drawn = rng.standard_normal(len(unique))
-        again.log_loss = model + (noise * drawn if alone else inflated * drawn[member])
-        sample[:] = np.log(_values(again, again.polish(v, triangle)[1]))
+    drawn = rng.standard_normal((count, len(unique)))
+    again = model + (noise * drawn if alone else inflated * drawn[:, member])
+    _, refitted = problem.minima(np.tile(v, (count, 1)), again)
+    constants = problem.constants(refitted)
+    samples, center = np.log([constants[name][:, 0] for name in problem.law.names]).T, np.log(_values(problem, v))
     return np.exp(np.clip(center + stretch * (samples - center), -_LARGEST_LOG, _LARGEST_LOG))
 
 
-def _is_identified(problem: Problem, v: Floats, best: float, residuals: Floats, index: int) -> bool:
-    """Whether the profile likelihood of a constant rises beyond its 95% bound on both sides within its resolution.
+def _identified(problem: Problem, v: Floats, best: float, residuals: Floats) -> list[bool]:
+    """Whether each constant's profile likelihood rises beyond its 95% bound on both sides within its resolution.
 
     S is no likelihood; its rise is chi^2 / 2 times E[psi^2] / E[psi'], as for any M-estimator (Huber 1981, ch. 6).
     """
@@ -283,39 +195,30 @@ def _is_identified(problem: Problem, v: Floats, best: float, residuals: Floats, 
     width = max(1.0, float(np.median(np.abs(scaled))) * _MAD)
     share_inside = np.mean(np.abs(scaled) < width) / width
     if share_inside == 0:
-        return False
+        return [False] * len(v)
     freedom = len(scaled) / (len(scaled) - len(v))
     allowed = _CHI2_95 / 2 * freedom * float(np.mean(np.clip(scaled, -1, 1) ** 2)) / share_inside
-    constant = problem.law.constants[index]
-    value = _values(problem, v)[index]
-    for factor in (constant.resolution, 1 / constant.resolution):
-        moved = problem.copy()
-        moved.fixed = {constant.name: value * factor}
-        if moved.polish(v)[0] - best <= max(allowed, 1e-9):
-            return False
-    return True
+    resolution = np.log([constant.resolution for constant in problem.law.constants])
+    fixed = np.full((2, len(v), len(v)), np.nan)
+    each = np.arange(len(v))
+    fixed[:, each, each] = np.log(_values(problem, v)) + np.stack([resolution, -resolution])
+    values, _ = problem.minima(np.tile(v, (2 * len(v), 1)), fixed=fixed.reshape(-1, len(v)))
+    rises: list[bool] = (values.reshape(2, -1) - best > max(allowed, 1e-9)).all(0).tolist()
+    return rises
 
 
 def _held_out(problem: Problem, v: Floats, groups: NDArray[Any]) -> float | None:
-    """RMS error in log of points left out of the fit, whole runs at a time."""
-    errors = [error for train, test in _folds(groups, len(v)) for error in _errors(problem, v, train, test)]
-    return float(np.sqrt(np.mean(np.square(errors)))) if errors else None
-
-
-def _folds(groups: NDArray[Any], num_constants: int) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.bool_]]]:
+    """RMS error in log of points left out of the fit, whole runs at a time; None where too few are left."""
     unique, member = np.unique(groups, return_inverse=True)
+    folds = np.arange(min(FOLDS, len(unique)))
     fold_of = np.random.default_rng(0).permutation(len(unique)) % FOLDS
-    for fold in range(min(FOLDS, len(unique))):
-        test = fold_of[member] == fold
-        if test.any() and (~test).sum() > num_constants:
-            yield ~test, test
-
-
-def _errors(problem: Problem, v: Floats, train: NDArray[np.bool_], test: NDArray[np.bool_]) -> Floats:
-    seen, unseen = problem.copy(train), problem.copy(test)
-    # Terms are scaled at the inputs' means, which differ a little between the parts.
-    constants = constants_at(seen, seen.polish(v)[1])
-    return unseen.log_loss - np.log(problem.law.predict(constants, unseen.inputs))
+    seen = fold_of[member] != folds[:, None]
+    seen = seen[(seen.sum(1) > len(v)) & ~seen.all(1)]
+    if not len(seen):
+        return None
+    _, fitted = problem.minima(np.tile(v, (len(seen), 1)), weights=seen.astype(np.float64))
+    errors = problem.log_loss - problem.log_model(fitted)[0]
+    return float(np.sqrt(np.mean(errors[~seen] ** 2)))
 
 
 def relative_error(law: Law, constants: Mapping[str, float], inputs: Mapping[str, Sequence[float] | Floats],

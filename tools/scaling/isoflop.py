@@ -126,11 +126,23 @@ class Exponents:
     """By size: the smallest and the largest budget with an optimum."""
     lost: float
     """Share of bootstrap samples in which some curve had no minimum; they are left out of the intervals."""
+    samples: dict[str, list[list[float]]]
+    """By size: ln of the first prefactor, a, ln of the second, b of each bootstrap sample; none where half are lost."""
 
     @property
     def check(self) -> float:
         """a s + b, 1 where both exponents describe the same curve."""
         return self.loops * self.loop_share + self.tokens
+
+    def optimum(self, size: str, flops: float) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+        """(mu*, low, high) and (D*, low, high) at a budget; infinite ends where no interval is known."""
+        loops, tokens = self.prefactors[size]
+        best = (loops * flops**self.loops, tokens * flops**self.tokens)
+        if not self.samples[size]:
+            return (best[0], 0.0, np.inf), (best[1], 0.0, np.inf)
+        drawn = np.array(self.samples[size]).reshape(-1, 2, 2)
+        ends = [quantiles(np.exp(drawn[:, i] @ [1.0, np.log(flops)])) for i in (0, 1)]
+        return (best[0], *ends[0]), (best[1], *ends[1])
 
 
 def fit_exponents(optima: Sequence[Optimum], bootstraps: int = BOOTSTRAPS, seed: int = 0) -> Exponents:
@@ -148,23 +160,29 @@ def fit_exponents(optima: Sequence[Optimum], bootstraps: int = BOOTSTRAPS, seed:
             "mu* ~ C^a: expected optima inside of the measured loop counts at two budgets of a size at least; found "
             + ("; ".join(found) or "none")
         )
-    loops, tokens, prefactors = _lines(used)
+    sizes = list(dict.fromkeys(o.curve.size for o in used))
+    (loops, tokens), *intercepts = _lines(used, sizes)
     residuals = np.concatenate([o.residuals for o in used])
     residuals = residuals * np.sqrt(len(residuals) / max(1, len(residuals) - 3 * len(used)))
     rng, samples = np.random.default_rng(seed), []
     for _ in range(bootstraps):
         again = [_redrawn(o, residuals, rng) for o in used]
         if all(o.curvature > 0 for o in again):
-            samples.append(_lines(again)[:2])
-    drawn = np.array(samples).reshape(-1, 2)
+            samples.append(_lines(again, sizes))
+    drawn = np.array(samples).reshape(-1, 1 + len(sizes), 2)
     enough = len(drawn) > bootstraps // 2
+    budgets = {size: [o.curve.flops for o in used if o.curve.size == size] for size in sizes}
     return Exponents(
-        loops, quantiles(drawn[:, 0]) if enough else (-np.inf, np.inf),
-        tokens, quantiles(drawn[:, 1]) if enough else (-np.inf, np.inf),
-        float(np.mean([o.curve.loop_share(o.mean_loops) for o in used])), prefactors,
-        {size: (min(own), max(own)) for size in prefactors
-         for own in [[o.curve.flops for o in used if o.curve.size == size]]},
-        1 - len(drawn) / bootstraps,
+        loops=float(loops), loops_interval=quantiles(drawn[:, 0, 0]) if enough else (-np.inf, np.inf),
+        tokens=float(tokens), tokens_interval=quantiles(drawn[:, 0, 1]) if enough else (-np.inf, np.inf),
+        loop_share=float(np.mean([o.curve.loop_share(o.mean_loops) for o in used])),
+        prefactors={size: (float(np.exp(a)), float(np.exp(b))) for size, (a, b) in zip(sizes, intercepts, strict=True)},
+        budgets={size: (min(own), max(own)) for size, own in budgets.items()},
+        lost=1 - len(drawn) / bootstraps,
+        samples={
+            size: drawn[:, [1 + i, 0]].swapaxes(1, 2).reshape(-1, 4).tolist() if enough else []
+            for i, size in enumerate(sizes)
+        },
     )  # fmt: skip
 
 
@@ -174,11 +192,9 @@ def _redrawn(optimum: Optimum, residuals: Floats, rng: np.random.Generator) -> O
     return find_optimum(Curve(curve.size, curve.flops, curve.mean_loops, curve.tokens, loss))
 
 
-def _lines(optima: Sequence[Optimum]) -> tuple[float, float, dict[str, tuple[float, float]]]:
-    """(a, b, prefactors): common slopes in log-log, an intercept for each size."""
-    sizes = list(dict.fromkeys(o.curve.size for o in optima))
+def _lines(optima: Sequence[Optimum], sizes: Sequence[str]) -> Floats:
+    """[1 + sizes, 2] for mu* and D*: the common slope in log-log, then an intercept for each size."""
     design = np.array([[np.log(o.curve.flops), *(o.curve.size == size for size in sizes)] for o in optima], dtype=float)
     targets = np.array([[o.log_mean_loops, np.log(o.tokens)] for o in optima])
-    solution = np.linalg.lstsq(design, targets, rcond=None)[0]
-    prefactors = {size: (float(np.exp(a)), float(np.exp(b))) for size, (a, b) in zip(sizes, solution[1:], strict=True)}
-    return float(solution[0, 0]), float(solution[0, 1]), prefactors
+    solution: Floats = np.linalg.lstsq(design, targets, rcond=None)[0]
+    return solution

@@ -132,7 +132,12 @@ def predict_loss(
             num_loops == mean_loops, "--num-loops", num_loops,
             f"none, or the mean loops: {constants.law.formula} predicts T = mu alone; use a unified law",
         )  # fmt: skip
-    inputs = inputs_of(cfg, constants.reading, mean_loops, tokens, mean_loops if num_loops is None else num_loops)
+    loops = mean_loops if num_loops is None else num_loops
+    return loss_at(constants, inputs_of(cfg, constants.reading, mean_loops, tokens, loops))
+
+
+def loss_at(constants: Constants, inputs: Mapping[str, float]) -> Prediction:
+    """Loss for all inputs that the law takes."""
     value, samples = constants.losses(inputs)
     return _prediction(float(value[0]), samples[:, 0], constants, inputs)
 
@@ -199,14 +204,14 @@ def _flops_per_token(cfg: Config, loops: Floats) -> Floats:
     return np.asarray(np.interp(loops, whole, costs))
 
 
-def best_by_curves(fits: Fits, flops: float) -> list[tuple[str, float, float, list[str]]]:
-    """(constraint and size, mu*, D*, notes) by the power laws of the iso-FLOP optima."""
+def best_by_curves(fits: Fits, flops: float) -> list[tuple[str, Prediction, Prediction]]:
+    """(constraint and size, mu*, D*) by the power laws of the iso-FLOP optima."""
     found = []
     for constraint, e in fits.exponents.items():
-        for size, (loops, tokens) in e.prefactors.items():
-            low, high = e.budgets[size]
+        for size, (low, high) in e.budgets.items():
+            loops, tokens = e.optimum(size, flops)
             notes = [] if low <= flops <= high else [f"extrapolates: the budgets are {low:.3g} to {high:.3g} FLOPs"]
-            found.append((f"{constraint}, {size}", loops * flops**e.loops, tokens * flops**e.tokens, notes))
+            found.append((f"{constraint}, {size}", Prediction(*loops, notes), Prediction(*tokens, notes)))
     return found
 
 

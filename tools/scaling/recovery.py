@@ -23,7 +23,18 @@ from pretrain.config.load import load_config
 from pretrain.planning import expected_work
 from tools.scaling.fitting import Floats, fit
 from tools.scaling.isoflop import Curve, find_optimum, fit_exponents
-from tools.scaling.laws import EXPONENTIAL, ISO_DEPTH, PARAMETRIC, UNIFIED_LEARNED, Law
+from tools.scaling.laws import (
+    EXPONENTIAL,
+    FLOOR_POWER,
+    ISO_DEPTH,
+    PARAMETRIC,
+    POWER,
+    SHIFTED_POWER,
+    UNIFIED,
+    UNIFIED_LEARNED,
+    UNIFIED_UNSCALED,
+    Law,
+)
 from tools.scaling.published import PUBLISHED
 from tools.scaling.readings import Size
 
@@ -32,16 +43,21 @@ NOISE = 0.003
 BUDGETS = {"parcae_140m": (1e18, 2e18, 4e18, 8e18, 16e18, 64e18), "parcae_370m": (32e18, 64e18, 128e18)}
 MEAN_LOOPS = (2, 4, 6, 8, 10, 12)
 UNIFIED_LOOPS = (1, 2, 4, 8, 16)
-STARTS = 16
+STARTS = 8
 
 # Parcae's training law at 140M; Z, z of the unified law are not published, gamma is (table 14). The joint fit of
 # 2604.21106, with A and B of its runs with four loops.
 _TRAINING = PUBLISHED["parcae_140m"].constants
 PLANTED: dict[str, tuple[Law, dict[str, float]]] = {
     "parametric": (PARAMETRIC, _TRAINING),
+    "unified": (UNIFIED, _TRAINING | {"Z": 1.5, "z": 3.0}),
     "unified_learned": (UNIFIED_LEARNED, _TRAINING | {"Z": 1.5, "z": 3.0, "gamma": 1.19}),
+    "unified_unscaled": (UNIFIED_UNSCALED, _TRAINING | {"Z": 1.5, "z": 0.5}),
     "iso_depth": (ISO_DEPTH, PUBLISHED["iso_depth"].constants | {"A": 23.0, "B": 1_300.0}),
     "exponential": (EXPONENTIAL, {"L_inf": 2.9, "Z": 1.5, "z": 0.5}),
+    "shifted_power": (SHIFTED_POWER, {"L_inf": 2.9, "Z": 1.5, "z": 1.5, "s": 1.0}),
+    "floor_power": (FLOOR_POWER, {"L_inf": 2.9, "Z": 1.0, "z": 1.5}),
+    "power": (POWER, {"Z": 3.5, "z": 0.05}),
 }
 ISO_FLOP = {"a": 0.40, "curvature": 0.05}
 
@@ -86,7 +102,7 @@ class Score:
 
 def inputs_of(law: Law) -> tuple[dict[str, Floats], list[str] | None]:
     """(inputs, run of each point) of the planted data of a law."""
-    if law is EXPONENTIAL:
+    if law.inputs == ("num_loops",):
         return {"num_loops": np.arange(1.0, 25.0)}, None
     runs = grid()
     if "num_loops" not in law.inputs:

@@ -18,7 +18,7 @@ from tools.scaling.isoflop import Curve, Exponents, find_optimum
 from tools.scaling.laws import LAWS
 
 FITS_NAME = "fits.json"
-FORMAT = 1
+FORMAT = 2
 
 
 def write_fits(fits: Fits, path: Path) -> None:

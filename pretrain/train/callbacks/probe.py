@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pretrain.config.model import ModelConfig
 from pretrain.data.validation import ValidationRows
 from pretrain.diagnostics.gradients import radial, readout_gradient
 from pretrain.diagnostics.states import norm_stats, update
@@ -31,13 +32,23 @@ NAMES = (
 """What is logged of each loop, as probe_<name>: {"1": ..., "2": ...}. Quantiles are means of the ranks' quantiles."""
 
 
+def gradient_parts(cfg: ModelConfig) -> list[str]:
+    """What gradient norms are logged of: each layer, and everything else by the first part of its name."""
+    layers = {"prelude": cfg.prelude_layers, "core": cfg.core_layers, "coda": cfg.coda_layers}
+    others = (
+        "embedding", "position_embedding", "prelude_norm", "injection", "output_projection", "final_norm", "head",
+        "auxiliary",
+    )  # fmt: skip
+    return [*(f"{part}.{i}" for part, count in layers.items() for i in range(count)), *others]
+
+
 class Probe(Callback):
     """Every `probe.every_steps` steps, on the first validation rows of each data-parallel rank. Collective.
 
     Changes are from the loop before (none for loop 1). The radial fraction is that of each loop's own readout, in the
     training's precision: below 1e-6 it is rounding; it is not measured under ZeRO-3, whose hooks follow whole backward
-    passes. Besides: the spectral radius of the injection's linear part, the gradient norm of each part of the model in
-    the step before, the oscillation of the gradient norm over 100 steps, and the seconds that the probe took.
+    passes. Besides: the spectral radius of the injection's linear part, the gradient norms of each layer and of the
+    other parts in the step before, the oscillation of the gradient norm over 100 steps, and the seconds that it took.
     """
 
     def __init__(self, rows: ValidationRows, bos_id: int, metrics_folder: Path) -> None:
@@ -77,7 +88,7 @@ class Probe(Callback):
         assert isinstance(model, LoopedLM)
         if trainer.layout.is_main and trainer.engine.stage < 3 and model.injection is not None:
             row["spectral_radius"] = model.injection.spectral_radius()
-        row["grad_norm_parts"] = trainer.engine.gradient_norms()
+        row["grad_norm_parts"] = trainer.engine.gradient_norms(gradient_parts(trainer.cfg.model))
         row["grad_oscillation"] = gradient_oscillation(self.grad_norms)
         row["probe_sec"] = time.perf_counter() - begin
         trainer.report_probe(row)

@@ -117,6 +117,8 @@ def test_commands_of_prediction(folder: Path, written: Written, capsys: pytest.C
     run = ["predict", "--from", str(folder), "--run", written.runs[-1].name]
     assert main([*run, "--latency-ms", "9", "--ms-per-loop", "2"]) == 0
     out = capsys.readouterr().out
+    assert re.search(r"iso-FLOP optima, fixed_parameters, tiny: mean loops [\d.]+ \([\d.]+ to [\d.]+\)", out)
+    assert re.search(r"loss at 4 loops [\d.]+ \([\d.]+ to [\d.]+\)", out)
     for text in ("loss ", "best mean loops ", "iso-FLOP optima, fixed_parameters, tiny", "loops within 20 ms: 18",
                  "loops within 9 ms: 4"):  # fmt: skip
         assert text in out

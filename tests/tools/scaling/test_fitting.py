@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from pretrain.errors import ConfigError
-from tools.scaling.fitting import Problem, fit, relative_error
+from tools.scaling.fitting import fit, relative_error
 from tools.scaling.laws import EXPONENTIAL, FLOOR_POWER, LAWS, PARAMETRIC, POWER, Law
+from tools.scaling.problem import Problem
 from tools.scaling.recovery import NOISE, PLANTED, inputs_of, recover
 
 LOOPS = np.arange(1.0, 25.0)
@@ -24,6 +25,38 @@ def test_derivatives_are_exact(law: Law) -> None:
         step = 1e-6 * np.eye(len(v))[i]
         numeric = (problem.log_model(v + step)[0] - problem.log_model(v - step)[0]) / 2e-6
         np.testing.assert_allclose(jacobian[i], numeric, atol=1e-8)
+
+
+def test_the_bottom_of_a_valley_that_bends() -> None:
+    """Parcae's grid does not tell E, A and alpha of the iso-depth law apart: any start ends in the same minimum."""
+    law, truth = PLANTED["iso_depth"]
+    inputs, _ = inputs_of(law)
+    exact = law.predict(truth, inputs)
+    noise = np.random.default_rng((0, 7)).standard_normal(len(exact))
+    problem = Problem(law, inputs, exact * np.exp(NOISE * noise), delta=0.0038)
+    rng = np.random.default_rng(3)
+    starts = np.log([[1.6, 0.7, 0.2, 0.5, 0.37, 0.46]]) + 0.3 * rng.standard_normal((8, 6))
+    values, v = problem.minima(starts)
+    assert np.ptp(values) < 0.01 and np.ptp(v[:, 4:], axis=0).max() < 0.01
+    start = np.array([problem.objective(at)[0] for at in starts])
+    assert (start > 10 * values).all()
+
+
+def test_refits_have_their_own_data_weights_and_fixed_constants() -> None:
+    truth = {"L_inf": 2.9, "Z": 1.5, "z": 0.5}
+    exact = EXPONENTIAL.predict(truth, {"num_loops": LOOPS})
+    problem = Problem(EXPONENTIAL, {"num_loops": LOOPS}, exact)
+    other = np.log(EXPONENTIAL.predict(truth | {"L_inf": 3.5}, {"num_loops": LOOPS}))
+    start = np.tile(np.log([2.0, 1.0, 1.0]), (4, 1))
+    data, weights = np.tile(problem.log_loss, (4, 1)), np.ones((4, len(LOOPS)))
+    data[1], weights[2, :3] = other, 0
+    data[2, :3] += 1.0  # and not seen
+    fixed = np.full((4, 3), np.nan)
+    fixed[3, 2] = np.log(0.8)
+    values, v = problem.minima(start, data, weights, fixed)
+    np.testing.assert_allclose(np.exp(v[[0, 2]]), [[2.9, 1.5, 0.5]] * 2, rtol=1e-3)
+    np.testing.assert_allclose(np.exp(v[1]), [3.5, 1.5, 0.5], rtol=1e-3)
+    assert values[3] > 100 > 1e-3 > values[:3].max()
 
 
 @pytest.mark.parametrize("name", ["parametric", "exponential"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,18 @@ def test_exponents_describe_one_curve() -> None:
     found = fit_exponents(optima, bootstraps=10)
     assert found.loops == pytest.approx(0.4) and found.check == pytest.approx(1.0, abs=1e-3)
     assert found.prefactors["one"][0] * 1e18**0.4 == pytest.approx(6.0)
+    loops, tokens = found.optimum("one", 2e18)
+    assert loops == pytest.approx((6 * 2**0.4,) * 3) and tokens[0] == pytest.approx(1e18 / 9e8 * 2**found.tokens, rel=1e-3)
+
+
+def test_an_optimum_at_another_budget_has_an_interval_that_widens() -> None:
+    rng = np.random.default_rng(0)
+    curves = [curve(1e18 * x, 6 * x**0.4) for x in (0.5, 1.0, 2.0)]
+    noisy = [replace(c, loss=c.loss * (1 + 0.0005 * rng.standard_normal(len(c.loss)))) for c in curves]
+    found = fit_exponents([find_optimum(c) for c in noisy], bootstraps=100)
+    near, far = (found.optimum("one", flops)[0] for flops in (1e18, 64e18))
+    assert near[1] < near[0] < near[2] and far[1] < far[0] < far[2]
+    assert np.log(far[2] / far[1]) > 2 * np.log(near[2] / near[1])
 
 
 def test_planted_exponents_lie_in_their_intervals() -> None:
