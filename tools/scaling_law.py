@@ -41,6 +41,7 @@ from tools.scaling.predict import (
     predict_loss,
     useful_loops,
 )
+from tools.scaling.problem import DRAWS
 from tools.scaling.published import PUBLISHED
 from tools.scaling.published import table as published_table
 from tools.scaling.readings import DEFAULT_READING, READINGS
@@ -139,7 +140,7 @@ def _fit_arguments(parser: argparse.ArgumentParser) -> None:
     add("--laws", nargs="+", choices=CHOICES, default=list(CHOICES), help="default: all that the table allows")
     add("--readings", nargs="+", choices=list(READINGS), default=list(READINGS), help="of N; default: all")
     add("--delta", type=float, help="of the Huber loss on ln L; default: 1.345 deviations of residuals, at least 1e-3")
-    add("--starts", type=int, default=STARTS, help="of L-BFGS; default: %(default)s")
+    add("--starts", type=int, default=STARTS, help=f"of L-BFGS, of {DRAWS} times as many points; default: %(default)s")
     add("--bootstraps", type=int, default=BOOTSTRAPS, help="refits for intervals; default: %(default)s")
     add("--seed", type=int, default=0)
     add("--out", type=Path, required=True, metavar="DIR", help=f"for {FITS_NAME}")

@@ -23,7 +23,7 @@ from tools.scaling.problem import DELTA, Floats, Problem
 _TUNING = 1.345
 _MAD = 1.4826
 """Standard deviation of a normal variable over its median absolute deviation."""
-STARTS, BOOTSTRAPS, FOLDS = 64, 200, 6
+STARTS, BOOTSTRAPS, FOLDS = 8, 200, 6
 LEVEL = 0.95
 _CHI2_95 = 3.841
 """95% quantile of chi^2 with one degree of freedom."""
@@ -40,7 +40,8 @@ class Estimate:
     high: float
     """Ends of the 95% bootstrap interval."""
     identified: bool
-    """False where the profile likelihood is flat: the constant moved by its resolution, the others make up for it."""
+    """False where the profile likelihood is flat: the constant moved by its resolution, the others make up for it; and
+    at an end of the searched range."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,10 @@ def fit(
     """
     rng = np.random.default_rng(seed)
     problem, objective, v = solve(law, inputs, loss, delta=delta, starts=starts, rng=rng)
-    model, jacobian = problem.log_model(v)
-    residuals = problem.log_loss - model
-    runs = np.arange(len(model)).astype(str) if groups is None else np.asarray(groups)
+    residuals = problem.log_loss - problem.log_model(v)[0]
+    runs = np.arange(len(residuals)).astype(str) if groups is None else np.asarray(groups)
     values = _values(problem, v)
-    samples = _bootstrap(problem, v, residuals, jacobian, runs, bootstraps, rng)
+    samples = _bootstrap(problem, v, residuals, runs, bootstraps, rng)
     ends = [quantiles(samples[:, i]) for i in range(len(law.names))]
     identified = _identified(problem, v, objective, residuals)
     return Fit(
@@ -163,32 +163,39 @@ def _noise(residuals: Floats, num_constants: int) -> float:
 
 
 def _bootstrap(
-    problem: Problem, v: Floats, residuals: Floats, jacobian: Floats, groups: NDArray[Any], count: int,
-    rng: np.random.Generator,
-) -> Floats:  # fmt: skip
+    problem: Problem, v: Floats, residuals: Floats, groups: NDArray[Any], count: int, rng: np.random.Generator
+) -> Floats:
     """Constants of fits to the fitted losses with new noise, [count, constants].
 
-    Noise is normal with the standard deviation of the residuals. Where runs have several points, which err together, it
-    is each run's residuals times one normal number, after a division by sqrt(1 - leverage): a fit pulls itself towards
-    its points. Few points know their noise badly, so deviations are stretched by Student's t over the normal quantile.
+    Noise is normal with the standard deviation of the residuals; where runs have several losses, these share a part of
+    it, one number for each run, as large as the correlation of residuals within runs says. Few points know their noise
+    badly, so deviations are stretched by Student's t over the normal quantile, for as many points as are independent.
     """
-    basis = np.linalg.qr(jacobian.T)[0]
-    inflated = residuals / np.sqrt(1 - np.minimum((basis**2).sum(1), 0.9))
-    unique, member = np.unique(groups, return_inverse=True)
-    alone = len(unique) == len(groups)
-    model, noise = problem.log_loss - residuals, _noise(residuals, len(v))
-    stretch = t.ppf((1 + LEVEL) / 2, max(1, len(unique) - len(v))) / norm.ppf((1 + LEVEL) / 2)
-    drawn = rng.standard_normal((count, len(unique)))
-    again = model + (noise * drawn if alone else inflated * drawn[:, member])
-    _, refitted = problem.minima(np.tile(v, (count, 1)), again)
+    _, member, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    noise, correlation = _noise(residuals, len(v)), _correlation_within(residuals, member, sizes)
+    independent = (sizes / (1 + (sizes - 1) * correlation)).sum()
+    stretch = t.ppf((1 + LEVEL) / 2, max(1, independent - len(v))) / norm.ppf((1 + LEVEL) / 2)
+    of_run, of_loss = rng.standard_normal((count, len(sizes))), rng.standard_normal((count, len(residuals)))
+    drawn = math.sqrt(correlation) * of_run[:, member] + math.sqrt(1 - correlation) * of_loss
+    _, refitted = problem.minima(np.tile(v, (count, 1)), problem.log_loss - residuals + noise * drawn)
     constants = problem.constants(refitted)
     samples, center = np.log([constants[name][:, 0] for name in problem.law.names]).T, np.log(_values(problem, v))
     return np.exp(np.clip(center + stretch * (samples - center), -_LARGEST_LOG, _LARGEST_LOG))
 
 
+def _correlation_within(residuals: Floats, member: NDArray[Any], sizes: NDArray[Any]) -> float:
+    """Mean product of two residuals of a run over the mean square, in [0, 1]; 0 where every run has one."""
+    pairs = (sizes * (sizes - 1)).sum()
+    if not pairs:
+        return 0.0
+    products = (np.bincount(member, residuals) ** 2).sum() - (residuals**2).sum()
+    return float(np.clip(products / pairs / np.mean(residuals**2), 0, 1)) if residuals.any() else 0.0
+
+
 def _identified(problem: Problem, v: Floats, best: float, residuals: Floats) -> list[bool]:
     """Whether each constant's profile likelihood rises beyond its 95% bound on both sides within its resolution.
 
+    A constant at an end of the searched range is not identified either: the data ask for more than it allows.
     S is no likelihood; its rise is chi^2 / 2 times E[psi^2] / E[psi'], as for any M-estimator (Huber 1981, ch. 6).
     """
     scaled = residuals / problem.delta
@@ -203,8 +210,9 @@ def _identified(problem: Problem, v: Floats, best: float, residuals: Floats) -> 
     each = np.arange(len(v))
     fixed[:, each, each] = np.log(_values(problem, v)) + np.stack([resolution, -resolution])
     values, _ = problem.minima(np.tile(v, (2 * len(v), 1)), fixed=fixed.reshape(-1, len(v)))
-    rises: list[bool] = (values.reshape(2, -1) - best > max(allowed, 1e-9)).all(0).tolist()
-    return rises
+    inside = (v > problem.low + 1e-6) & (v < problem.high - 1e-6)
+    found: list[bool] = (inside & (values.reshape(2, -1) - best > max(allowed, 1e-9)).all(0)).tolist()
+    return found
 
 
 def _held_out(problem: Problem, v: Floats, groups: NDArray[Any]) -> float | None:

@@ -20,6 +20,7 @@ from tools.scaling.laws import Law
 
 Floats = NDArray[np.float64]
 DELTA = 1e-3
+DRAWS = 32
 _COMPLEX_STEP = 1e-30
 _MAX_STEPS, _TOLERANCE, _PROBE = 300, 1e-5, 0.1
 """Of the damped steps: the tolerance is on S, of which 1.9 is a 95% bound; the probe is a share of a step."""
@@ -85,11 +86,7 @@ class Problem:
         L-BFGS does not, and makes hundreds of refits for the price of a few.
         """
         v = np.clip(v, self.low, self.high)
-        data = _Refits(
-            np.broadcast_to(self.log_loss if log_loss is None else log_loss, (len(v), len(self.log_loss))),
-            np.broadcast_to(1.0 if weights is None else weights, (len(v), len(self.log_loss))),
-            np.broadcast_to(np.nan if fixed is None else fixed, v.shape),
-        )
+        data = self._refits(len(v), log_loss, weights, fixed)
         going, value, damping = np.arange(len(v)), self._totals(v, data), np.full(len(v), 1e-3)
         for _ in range(_MAX_STEPS):
             own = data.of(going)
@@ -104,6 +101,16 @@ class Problem:
             if not len(going):
                 break
         return value, v
+
+    def _refits(
+        self, count: int, log_loss: Floats | None = None, weights: Floats | None = None, fixed: Floats | None = None
+    ) -> _Refits:
+        points = (count, len(self.log_loss))
+        return _Refits(
+            np.broadcast_to(self.log_loss if log_loss is None else log_loss, points),
+            np.broadcast_to(1.0 if weights is None else weights, points),
+            np.broadcast_to(np.nan if fixed is None else fixed, (count, len(self.low))),
+        )
 
     def _values(self, v: Floats, fixed: Floats) -> Floats:
         """ln L [B, P]."""
@@ -136,9 +143,11 @@ class Problem:
         return step + np.where(short[:, None], turn, 0.0), (downhill * step).sum(-1)
 
     def best(self, starts: int, rng: np.random.Generator) -> tuple[float, Floats]:
-        """(S, v [C]) of the best of `starts` random starts."""
+        """(S, v [C]) of the best of `starts` searches, from the best of `DRAWS` times as many random points."""
         lows, highs = (np.log([getattr(c, end) for c in self.law.constants]) for end in ("low", "high"))
-        found = [self.from_start(rng.uniform(lows, highs)) for _ in range(starts)]
+        drawn = rng.uniform(lows, highs, (DRAWS * starts, len(lows)))
+        chosen = drawn[self._totals(drawn, self._refits(len(drawn))).argsort()[:starts]]
+        found = [self.from_start(v) for v in chosen]
         nearest = sorted(found, key=lambda item: item[0])[:3]
         values, v = self.minima(np.array([at for _, at in nearest]))
         return float(values.min()), v[values.argmin()]

@@ -43,7 +43,7 @@ NOISE = 0.003
 BUDGETS = {"parcae_140m": (1e18, 2e18, 4e18, 8e18, 16e18, 64e18), "parcae_370m": (32e18, 64e18, 128e18)}
 MEAN_LOOPS = (2, 4, 6, 8, 10, 12)
 UNIFIED_LOOPS = (1, 2, 4, 8, 16)
-STARTS = 8
+STARTS = 4
 
 # Parcae's training law at 140M; Z, z of the unified law are not published, gamma is (table 14). The joint fit of
 # 2604.21106, with A and B of its runs with four loops.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from tools.report import Table
 from tools.scaling.fits import Fits
+from tools.scaling.fitting import Estimate
 from tools.scaling.laws import TEST_TIME_LAWS
 
 
@@ -42,10 +43,7 @@ def constants_table(fits: Fits) -> Table:
     """A row for each fit of a law."""
     rows = []
     for item in fits.laws:
-        constants = ", ".join(
-            f"{name} {interval(e.value, e.low, e.high)}" + ("" if e.identified else " NOT IDENTIFIED")
-            for name, e in item.fit.constants.items()
-        )
+        constants = ", ".join(f"{name} {_constant(e)}" for name, e in item.fit.constants.items())
         held_out = None if item.fit.held_out is None else f"{item.fit.held_out:.2%}"
         rows.append([item.fit.law.name, item.size, item.reading, len(item.runs), f"{item.fit.noise:.2%}", held_out,
                      constants])  # fmt: skip
@@ -60,7 +58,7 @@ def curves_table(fits: Fits) -> Table:
     for item in fits.test_time:
         c = item.exponential.constants
         rows.append([
-            item.run, *(interval(c[name].value, c[name].low, c[name].high) for name in ("L_inf", "Z", "z")),
+            item.run, *(_constant(c[name]) for name in ("L_inf", "Z", "z")),
             *(_percent(item.in_sample.get(name)) for name in names),
             *(_percent(item.out_of_sample.get(name)) for name in names), item.seen_loops,
         ])  # fmt: skip
@@ -81,6 +79,11 @@ def _means(fits: Fits, names: list[str]) -> Iterator[str]:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.3%}"
+
+
+def _constant(estimate: Estimate) -> str:
+    found = interval(estimate.value, estimate.low, estimate.high)
+    return found if estimate.identified else f"{found} NOT IDENTIFIED"
 
 
 def interval(value: float, low: float, high: float) -> str:

@@ -95,6 +95,21 @@ def test_a_bend_is_no_pure_power_law() -> None:
     assert errors["exponential"] < 1e-6 < errors["floor_power"] < errors["power"]
 
 
+def test_losses_of_a_run_that_err_together_give_wider_intervals() -> None:
+    rng, truth = np.random.default_rng(2), {"L_inf": 2.9, "Z": 1.5, "z": 0.5}
+    inputs = {"num_loops": np.tile(LOOPS, 20)}
+    groups = np.repeat(np.arange(20), len(LOOPS)).astype(str)
+    exact = EXPONENTIAL.predict(truth, inputs)
+    alone = NOISE * rng.standard_normal(len(exact))
+    together = NOISE * np.repeat(rng.standard_normal(20), len(LOOPS))
+    widths = []
+    for noise in (alone, together):
+        found = fit(EXPONENTIAL, inputs, exact * np.exp(noise), groups=groups, starts=2, bootstraps=100).constants
+        assert found["L_inf"].low <= 2.9 <= found["L_inf"].high
+        widths.append(found["L_inf"].high - found["L_inf"].low)
+    assert widths[1] > 3 * widths[0]
+
+
 def test_one_outlier_moves_little() -> None:
     noise = 1e-4 * np.random.default_rng(0).standard_normal(24)
     loss = EXPONENTIAL.predict({"L_inf": 2.9, "Z": 1.5, "z": 0.5}, {"num_loops": LOOPS}) * np.exp(noise)

@@ -36,7 +36,8 @@ def test_exponents_describe_one_curve() -> None:
     assert found.loops == pytest.approx(0.4) and found.check == pytest.approx(1.0, abs=1e-3)
     assert found.prefactors["one"][0] * 1e18**0.4 == pytest.approx(6.0)
     loops, tokens = found.optimum("one", 2e18)
-    assert loops == pytest.approx((6 * 2**0.4,) * 3) and tokens[0] == pytest.approx(1e18 / 9e8 * 2**found.tokens, rel=1e-3)
+    assert loops == pytest.approx((6 * 2**0.4,) * 3)
+    assert tokens[0] == pytest.approx(1e18 / 9e8 * 2**found.tokens, rel=1e-3)
 
 
 def test_an_optimum_at_another_budget_has_an_interval_that_widens() -> None:
