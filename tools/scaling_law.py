@@ -197,9 +197,9 @@ def _predict(args: argparse.Namespace) -> None:
         best = best_for_budget(constants, cfg, args.flops)
         print(f"best mean loops {best.mean_loops}\nbest tokens {best.tokens}\nloss {best.loss}")
         if args.source not in PUBLISHED:
-            for name, loops, tokens in best_by_curves(read_fits(Path(args.source)), args.flops):
-                print(f"iso-FLOP optima, {name}: mean loops {loops}")
-                print(f"iso-FLOP optima, {name}: tokens {tokens}")
+            for name, *optimum in best_by_curves(read_fits(Path(args.source)), args.flops):
+                for what, prediction in zip(("mean loops", "tokens"), optimum, strict=True):
+                    print(f"iso-FLOP optima, {name}: {what} {prediction}")
         return
     mean_loops = cfg.model.recurrence.mean_loops if args.mean_loops is None else args.mean_loops
     tokens = cfg.total_steps * cfg.tokens_per_step if args.tokens is None else args.tokens
