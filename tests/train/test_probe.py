@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from pretrain.config.families import FAMILIES
+from pretrain.config.model import AuxiliaryConfig
+from pretrain.model.looped import LoopedLM
+from pretrain.train.callbacks.probe import gradient_parts
+from tests.model.tiny import tiny_config
 from tests.train.forked import Run, train
 
 PROBE = ("probe.every_steps=2", "probe.rows=3", "validation.rows=6", "train.max_steps=4", "optimizer.clip_norm=null")
@@ -47,6 +53,15 @@ def test_what_a_probe_logs_and_that_layouts_agree(config: Path, tmp_path: Path) 
     assert_same(train(config, tmp_path / "tensor", *settings, *tensor, world=2).check(), alone)
     pipeline = ("parallel.pipeline=2", "probe.rows=6", "train.micro_batch_size=4")
     assert_same(train(config, tmp_path / "pipeline", *settings, *pipeline, world=2).check(), alone)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_belongs_to_one_part(family: str) -> None:
+    cfg = tiny_config(family, auxiliary=AuxiliaryConfig(state_predictor=True, loop_heads=1, exit_gate=True))
+    with torch.device("meta"):
+        names = [name for name, _ in LoopedLM(cfg).named_parameters()]
+    parts = gradient_parts(cfg)
+    assert all(sum(name.startswith(f"{part}.") for part in parts) == 1 for name in names)
 
 
 def test_under_zero_3_and_after_a_resume(config: Path, tmp_path: Path) -> None:

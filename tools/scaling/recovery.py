@@ -158,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
     """Prints the tables."""
     parser = argparse.ArgumentParser(prog="recovery", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--repeats", type=int, default=100)
-    parser.add_argument("--bootstraps", type=int, default=100)
+    parser.add_argument("--bootstraps", type=int, default=60)
     names = [*PLANTED, "iso_flop"]
     parser.add_argument("--law", nargs="+", choices=names, default=names)
     args = parser.parse_args(argv)
