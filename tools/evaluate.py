@@ -94,7 +94,7 @@ def run_tasks(trained: Trained, args: argparse.Namespace, rank: int, size: int) 
         manager = harness.open_harness(harness_names, args.include_path)
     results = []
     if LOSS in args.tasks:
-        data = data_folder(trained.config, args.data)
+        data = data_folder(trained, args.data)
         results.append(validation_loss(trained, data, args.rows, args.num_loops, args.batch_tokens, rank, size))
     group = dist.group.WORLD if size > 1 else None
     common = {"batch_tokens": args.batch_tokens, "device": device, "group": group}

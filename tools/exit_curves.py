@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
         if not args.out.absolute().parent.is_dir():
             raise ConfigError(f"--out {args.out}: its folder does not exist")
         saved = read_saved(args.path)
-        rows = torch.from_numpy(split_rows(data_folder(saved.config, args.data), "validation")[: args.rows])
+        rows = torch.from_numpy(split_rows(data_folder(saved, args.data), "validation")[: args.rows])
         model = for_transformers(saved, dtype=torch.float32, device="cpu")
         points = curves(model, rows, args.num_loops or model.config.num_loops)
     except PretrainError as error:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pretrain.config.load import load_config
 from pretrain.config.schema import Config
-from pretrain.data.manifest import tokenizer_sha256
+from pretrain.data.manifest import read_manifest, tokenizer_sha256
 from pretrain.data.sources import tokenizer_folder
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.model.imports import parameter_shapes
@@ -29,6 +29,7 @@ class Saved(NamedTuple):
     tensors: dict[str, Tensor]
     """Parameters of LoopedLM, whole, on the CPU."""
     tokenizer: PreTrainedTokenizerFast
+    tokenizer_sha256: str
     step: int | None
     """None: an exported model's folder does not tell."""
 
@@ -40,7 +41,8 @@ class Trained(NamedTuple):
     tokenizer: PreTrainedTokenizerFast
     config: Config
     step: int | None
-    """This and `config` as of Saved."""
+    tokenizer_sha256: str
+    """This, `config` and `step` as of Saved."""
 
 
 def read_saved(path: Path, tokenizer: Path | None = None) -> Saved:
@@ -61,8 +63,8 @@ def read_saved(path: Path, tokenizer: Path | None = None) -> Saved:
             config, step = load_config(reader.config_path), reader.step
             tensors = read_parameters(config, reader)
         folder = tokenizer or tokenizer_folder(config)
-    tokenizer_sha256(folder)
-    return Saved(config, tensors, PreTrainedTokenizerFast.from_pretrained(folder), step)
+    digest = tokenizer_sha256(folder)
+    return Saved(config, tensors, PreTrainedTokenizerFast.from_pretrained(folder), digest, step)
 
 
 def load_model(path: str | Path, *, device: torch.device | str = "cpu", tokenizer: str | Path | None = None) -> Trained:
@@ -75,16 +77,25 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu", tokenize
         model = LoopedLM(saved.config.model)
     model.load_state_dict(saved.tensors, strict=True, assign=True)
     model.compute_dtype = torch.bfloat16 if saved.config.train.precision == "bf16" else torch.float32
-    return Trained(model.to(device).eval(), saved.tokenizer, saved.config, saved.step)
+    return Trained(model.to(device).eval(), saved.tokenizer, saved.config, saved.step, saved.tokenizer_sha256)
 
 
-def data_folder(config: Config, given: Path | None) -> Path:
-    """`given`, else the first data set of the run. ConfigError where neither is known."""
-    if given is not None:
-        return given
-    if not config.data.all_sources:
+def data_folder(saved: Saved | Trained, given: Path | None) -> Path:
+    """`given`, else the first data set of the run.
+
+    Errors: ConfigError where neither is known, for a folder that is no data set, and for one of another tokenizer.
+    """
+    sources = saved.config.data.all_sources
+    if given is None and not sources:
         raise ConfigError("--data: expected the folder of a data set, since the model's own configuration names none")
-    return Path(config.data.all_sources[0].path)
+    folder = given or Path(sources[0].path)
+    found = read_manifest(folder, shards_are_local=False).tokenizer.sha256
+    if found != saved.tokenizer_sha256:
+        raise ConfigError(
+            f"{folder}: its tokenizer.json has sha256 {found}, the model's {saved.tokenizer_sha256}: expected data "
+            "made with the model's tokenizer (--data)"
+        )
+    return folder
 
 
 def read_parameters(config: Config, reader: CheckpointReader) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ TASKS = {
 
 @pytest.fixture
 def trained(model: LoopedLM, encoder: Encoder) -> Trained:
-    return Trained(model, encoder.tokenizer, Config(model=model.cfg), 0)
+    return Trained(model, encoder.tokenizer, Config(model=model.cfg), 0, "")
 
 
 @pytest.fixture

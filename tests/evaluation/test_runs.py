@@ -99,6 +99,10 @@ def test_every_layout_scores_what_the_tool_scores(folder: Path, capsys: pytest.C
     assert evaluate.main([*arguments, "--data", str(folder / "data")]) == 0
     of_export = json.loads((exported / "evaluation" / "evaluation.json").read_text())
     assert of_export["tasks"] == result["tasks"] and of_export["step"] is None
+    with (exported / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    other = [*arguments, "--data", str(folder / "data"), "--out", str(folder / "other")]
+    assert evaluate.main(other) == 2 and "made with the model's tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
