@@ -55,14 +55,14 @@ def report() -> list[dict[str, Any]]:
     return run_ranks(4, "tests.layout_cases:run", timeout_sec=600)
 
 
-@pytest.mark.layouts
+@pytest.mark.slow
 def test_activation_checkpointing_leaves_gradients_as_they_are(report: list[dict[str, Any]]) -> None:
     for rank in report:
         assert len(rank["gradients"]) == 8 * 4 + 4 * 3
         assert {case: x for case, x in rank["gradients"].items() if not x <= 1e-6} == {}
 
 
-@pytest.mark.layouts
+@pytest.mark.slow
 def test_zero_takes_loop_counts_that_change_with_every_step(report: list[dict[str, Any]]) -> None:
     for rank in report:
         assert len(rank["loops"]) == 3 * 4

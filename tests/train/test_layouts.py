@@ -39,9 +39,9 @@ SETTINGS = (
 
 
 def some_layouts(*names: str) -> list[pytest.ParameterSet]:
-    """All layouts; those that are not named belong to the suite of layouts."""
+    """All layouts; those that are not named are slow."""
     return [
-        pytest.param(name, marks=() if name in names else pytest.mark.layouts, id=name.replace(" ", "-"))
+        pytest.param(name, marks=() if name in names else pytest.mark.slow, id=name.replace(" ", "-"))
         for name in LAYOUTS
     ]  # fmt: skip
 
@@ -98,7 +98,7 @@ FAULTY = {
 
 def some_faulty(*names: str) -> list[pytest.ParameterSet]:
     """As `some_layouts`, of those that faults are tried in."""
-    return [pytest.param(name, marks=() if name in names else pytest.mark.layouts) for name in FAULTY]
+    return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in FAULTY]
 
 
 @pytest.mark.parametrize("layout", some_faulty("tp2xpp2"))
