@@ -13,7 +13,6 @@ import pytest
 from tests.helpers import REPOSITORY, end_processes, run_ranks
 
 NUM_LAYOUTS = 12
-ONE_OF_A_KIND = ("dp4 ZeRO-3", "tp2xdp2 sequence parallel", "pp2xdp2", "tp2xpp2 sequence parallel")
 
 
 def check_layouts(*arguments: str, timeout_sec: float) -> list[list[float]]:
@@ -31,22 +30,14 @@ def check_layouts(*arguments: str, timeout_sec: float) -> list[list[float]]:
     return [list(map(float, line)) for line in lines]
 
 
-def hold(num_layouts: int, *arguments: str) -> None:
-    """The family with everything in it: diagonal injection, feedback, value embeddings, tied matrices."""
-    only = ("--families", "parcae_flt", "--optimizers", "muon", "--precisions", "fp32", "--steps", "3")
-    found = check_layouts(*only, *arguments, timeout_sec=600)
-    assert len(found) == num_layouts
-    for loss, norm, weights in found:
-        assert loss <= 1e-5 and norm <= 1e-5 and weights <= 1e-4
-
-
-def test_one_layout_of_a_kind_trains_as_one_process_does() -> None:
-    hold(len(ONE_OF_A_KIND), "--layouts", *ONE_OF_A_KIND)
-
-
 @pytest.mark.layouts
 def test_every_layout_trains_as_one_process_does() -> None:
-    hold(NUM_LAYOUTS)
+    """The family with everything in it: diagonal injection, feedback, value embeddings, tied matrices."""
+    only = ("--families", "parcae_flt", "--optimizers", "muon", "--precisions", "fp32", "--steps", "3")
+    found = check_layouts(*only, timeout_sec=600)
+    assert len(found) == NUM_LAYOUTS
+    for loss, norm, weights in found:
+        assert loss <= 1e-5 and norm <= 1e-5 and weights <= 1e-4
 
 
 @pytest.fixture(scope="module")
