@@ -161,9 +161,9 @@ class TrainLoader:
         except DataError as error:
             # DataLoader hands a worker's error on with the worker's traceback as its message.
             raise DataError(str(error).rpartition(f"{DataError.__qualname__}: ")[2].strip()) from error
-        except RuntimeError as error:
+        except (RuntimeError, ConnectionError, EOFError) as error:  # the last two: while a worker hands a row over
             raise DataError(
-                f"the data loader failed: {error}. A loader process that was killed usually means that the host ran "
+                f"the data loader failed: {error!r}. A loader process that was killed usually means that the host ran "
                 "out of memory: lower data.num_workers or data.prefetch_factor"
             ) from error
 

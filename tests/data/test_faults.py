@@ -140,14 +140,20 @@ def test_a_background_thread_that_dies_stops_the_run(set_101: Path, monkeypatch:
 
 
 def test_a_killed_worker_stops_the_run(set_101: Path) -> None:
-    with TrainLoader(make_config(set_101, num_workers=2), alone()) as loader:
+    # torch reports from its handler of SIGCHLD, which may strike outside of next(), even in close().
+    words = r"killed by signal|exited unexpectedly|the data loader failed"
+    with (
+        pytest.raises((DataError, RuntimeError), match=words),
+        TrainLoader(make_config(set_101, num_workers=2), alone()) as loader,
+    ):
         next(loader)
-        # torch reports from its handler of SIGCHLD, which may strike outside of next().
-        with pytest.raises((DataError, RuntimeError), match=r"killed by signal|exited unexpectedly"):
-            os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
-            deadline = time.monotonic() + 30
-            while time.monotonic() < deadline:
-                next(loader)
+        os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            next(loader)
+    for worker in multiprocessing.active_children():
+        worker.kill()
+        worker.join()
 
 
 def test_workers_outlive_the_signals_of_a_job(set_101: Path) -> None:

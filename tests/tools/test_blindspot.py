@@ -189,7 +189,7 @@ def test_bad_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         return code, capsys.readouterr().err
 
     code, text = message(tmp_path / "absent", "--data", data, "--out", out)
-    assert code == 4 and "absent" in text
+    assert code == 2 and "absent" in text
     code, text = message(run, "--data", tmp_path / "nothing", "--out", out)
     assert code == 2 and "nothing" in text
     code, text = message(run, "--data", data, "--out", out, "--loops", "0")
