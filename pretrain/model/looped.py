@@ -314,8 +314,7 @@ class LoopedLM(nn.Module):
         """The core step of one loop, on the rows so far and newcomers with their h_0."""
         count = (loops.grad if grad else loops.no_grad)[loop].computed
         h = _join(state, h_0, count)
-        first, _ = self.marks(loops, loop, grad, h.device)
-        return self._core_step(h, inputs.rows(count), first)
+        return self._core_step(h, inputs.rows(count), self.in_first_loop(loops, loop, grad, h.device))
 
     def _advance(self, state: Tensor, updated: Tensor, h_0: Tensor, loops: Loops, loop: int, grad: bool) -> Tensor:
         """The state after a loop: `updated`, except that what waits keeps its own.
@@ -325,24 +324,29 @@ class LoopedLM(nn.Module):
         its first update, h_0). So all rows and tokens end together. The discarded update stays in the graph with a
         gradient of zero: under ZeRO-3 a rank without active rows still gives every parameter its gradient.
         """
-        _, waiting = self.marks(loops, loop, grad, updated.device)
+        waiting = self._waiting(loops, loop, grad, updated.device)
         return updated if waiting is None else torch.where(waiting, _join(state, h_0, len(updated)), updated)
 
-    def marks(
-        self, loops: Loops, loop: int, grad: bool, device: torch.device
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """(no update so far, waits in this loop), bool [b, 1 or s, 1] each; None where nothing depends on it."""
+    def in_first_loop(self, loops: Loops, loop: int, grad: bool, device: torch.device) -> Tensor | None:
+        """What has had no update so far, bool [b, 1 or s, 1]; None where nothing depends on it."""
         steps, tokens = (loops.grad, loops.token_grad) if grad else (loops.no_grad, loops.token_no_grad)
         step = steps[loop]
         if tokens is None:
-            rows = torch.arange(step.computed, device=device)[:, None, None]
-            waiting = rows >= step.active if step.active < step.computed else None
-            return rows >= step.first if self.needs_first else None, waiting
-        own, left = tokens[: step.computed, :, None], len(steps) - loop
-        first = own <= left
+            return torch.arange(step.computed, device=device)[:, None, None] >= step.first if self.needs_first else None
+        first = tokens[: step.computed, :, None] <= len(steps) - loop
         if grad and loops.token_no_grad is not None:
             first = first & (loops.token_no_grad[: step.computed, :, None] == 0)
-        return first, own < left
+        return first
+
+    def _waiting(self, loops: Loops, loop: int, grad: bool, device: torch.device) -> Tensor | None:
+        """What waits in this loop, bool [b, 1 or s, 1]; None where nothing does."""
+        steps, tokens = (loops.grad, loops.token_grad) if grad else (loops.no_grad, loops.token_no_grad)
+        step = steps[loop]
+        if tokens is not None:
+            return tokens[: step.computed, :, None] < len(steps) - loop
+        if step.active == step.computed:
+            return None
+        return torch.arange(step.computed, device=device)[:, None, None] >= step.active
 
     # ------------------------------------------------------------------------------------------------------- evaluation
 

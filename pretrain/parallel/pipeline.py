@@ -224,7 +224,7 @@ class CircularPipeline:
         """(state, feedback) after this rank's share of a loop; rows that have not joined are carried along."""
         model, count = self.model, step.active
         ctx = part.invariants["ctx"].rows(count)
-        first, _ = model.marks(part.loops, loop, grad, state.device)
+        first = model.in_first_loop(part.loops, loop, grad, state.device)
         first = first if first is None else first[:count]
         values = [v if v is None else v[:count] for v in invariants[2 if model.stage.first else 0 :]]
         drive = None
