@@ -181,6 +181,7 @@ def test_one_loop(folder: Path, tmp_path: Path) -> None:
     assert set(one["skipped"]) == {"updates", "edits", "generation"} and len(one["ppl"]) == 1
 
 
+@pytest.mark.usefixtures("report")
 def test_bad_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, run, out = folder / "data", folder / "runs" / "norm", tmp_path / "out"
 
