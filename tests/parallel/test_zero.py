@@ -31,6 +31,7 @@ def test_data_parallel(world: int) -> None:
     _assert_holds(run_ranks(world, "tests.parallel.zero_cases:data_parallel_cases"), num_cases=33)
 
 
+@pytest.mark.layouts
 def test_tensor_parallel() -> None:
     """tensor 2 x data 2: norms count each parameter once, Muon orthogonalises whole matrices, sequence parallelism."""
     target = "tests.parallel.zero_cases:tensor_parallel_cases"
