@@ -165,6 +165,8 @@ class ZeroEngine:
             dist_init_required=False,
         )
         self._zero = self._engine.optimizer
+        if layout.pipeline_size > 1:
+            _reduce_norm_once(self._zero)
         self._partitions = [
             (kind, Partition(flat, [_spec(names[p], shapes[p], p) for p in params], pieces, layout.data_group))
             for kind, flat, params, pieces in self._flat_partitions(shapes)
@@ -316,6 +318,26 @@ class ZeroEngine:
 
 def _spec(name: str, shape: torch.Size, parameter: nn.Parameter) -> ParamSpec:
     return ParamSpec(name, shape, getattr(parameter, "tensor_partition_dim", None))
+
+
+def _reduce_norm_once(zero: Any) -> None:
+    """Makes DeepSpeed (stage 1) sum the norm over model-parallel ranks once a step instead of once a parameter group.
+
+    Stages of a pipeline need not have the same groups: one in the middle, of matrices alone, has none of vectors, and
+    the others would wait for it in the collective of theirs.
+    """
+    norm_of_groups = zero.scaled_global_norm
+
+    def scaled_global_norm(norm_type: int = 2) -> Tensor:
+        group, zero.model_parallel_group = zero.model_parallel_group, None
+        try:
+            squared = norm_of_groups(norm_type).square()
+        finally:
+            zero.model_parallel_group = group
+        dist.all_reduce(squared, group=group)
+        return squared.sqrt()
+
+    zero.scaled_global_norm = scaled_global_norm
 
 
 def _sum_sequence_parallel_gradients(model: nn.Module, layout: Layout) -> None:
