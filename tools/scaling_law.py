@@ -15,6 +15,8 @@ docs/scaling_laws.md says what the laws are and where they disagree. What cannot
 from __future__ import annotations
 
 import argparse
+import math
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -63,12 +65,19 @@ def main(argv: Sequence[str]) -> int:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         add(command)
         command.set_defaults(command=run)
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    if rest and not ("items" in args and all("=" in text for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
+        if rest:  # overrides after the options of `plan`
+            args.items += rest
         args.command(args)
     except PretrainError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+    except OSError as error:  # of --out
+        sys.stderr.write(f"error: {error}: expected a place where files can be written\n")
+        return ConfigError.exit_code
     return 0
 
 
@@ -96,7 +105,7 @@ def _plan(args: argparse.Namespace) -> None:
     overrides = [item for item in args.items if "=" in item]
     require(bool(configs), "CONFIG", args.items, "at least one YAML file")
     require(0 < args.mfu <= 1, "--mfu", args.mfu, "a share in (0, 1], such as 0.4")
-    require(args.peak_tflops > 0, "--peak-tflops", args.peak_tflops, "TFLOP/s of one GPU, > 0")
+    require(0 < args.peak_tflops < math.inf, "--peak-tflops", args.peak_tflops, "TFLOP/s of one GPU, > 0")
     study = Study(configs, overrides, args.flops, args.mean_loops, args.constraint, args.layers, args.seeds,
                   args.min_steps)  # fmt: skip
     runs = study.runs()
@@ -107,9 +116,9 @@ def _plan(args: argparse.Namespace) -> None:
     gpu_hours = f"{total / flops_per_sec / 3600:.3g} GPU hours at {args.mfu:.0%} of {args.peak_tflops:g} TFLOP/s"
     print(f"{len(runs)} runs, {total:.4g} FLOPs, {sum(run.tokens for run in runs):,} tokens, {gpu_hours}\n")
     for config, path in sweeps:
-        rest = " ".join(["--array", str(path), *overrides])
-        print(f"here:    python launchers/slurm.py --cluster local --tasks-per-node 1 --config {config} {rest}")
-        print(f"cluster: python launchers/slurm.py --nodes 1 --gpus-per-node 8 --config {config} {rest}")
+        rest = shlex.join(["--config", config, "--array", str(path), *overrides])
+        print(f"here:    python launchers/slurm.py --cluster local --tasks-per-node 1 {rest}")
+        print(f"cluster: python launchers/slurm.py --nodes 1 --gpus-per-node 8 {rest}")
 
 
 # ----------------------------------------------------------------------------------------------------------- collect
@@ -147,7 +156,8 @@ def _fit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _fit(args: argparse.Namespace) -> None:
-    require(args.delta is None or args.delta > 0, "--delta", args.delta, "> 0")
+    require(args.delta is None or 0 < args.delta < math.inf, "--delta", args.delta, "> 0")
+    require(args.seed >= 0, "--seed", args.seed, "an integer >= 0")
     require(args.starts >= 1, "--starts", args.starts, "an integer >= 1")
     require(args.bootstraps >= 20, "--bootstraps", args.bootstraps, "at least 20, for an interval")
     settings = Settings(tuple(args.readings), args.delta, args.starts, args.bootstraps, args.seed)
@@ -168,7 +178,7 @@ def _predict_arguments(parser: argparse.ArgumentParser) -> None:
     add("--from", dest="source", metavar="FITS | NAME", help=f"{FITS_NAME}, or one of {', '.join(PUBLISHED)}")
     add("--law", help="of the fits")
     add("--size", help="of the fits")
-    add("--reading", choices=list(READINGS), default=DEFAULT_READING, help="of N; default: %(default)s")
+    add("--reading", choices=list(READINGS), help=f"of N; default: {DEFAULT_READING}")
     add("--run", help="a run with a test-time curve, in place of a law")
     add("--config", help="the model")
     add("--mean-loops", type=float, help="mu; default: the configuration's")
@@ -177,11 +187,34 @@ def _predict_arguments(parser: argparse.ArgumentParser) -> None:
     add("--flops", type=float, help="best mean loops and tokens for this budget")
     add("--target-loss", type=float, help="fewest loops at inference that reach it")
     add("--latency-ms", type=float, help="loops at inference that fit into it")
-    add("--ms-per-loop", type=float, default=0.0, help="measured")
-    add("--ms-once", type=float, default=0.0, help="measured, of all but the loops")
+    add("--ms-per-loop", type=float, help="measured")
+    add("--ms-once", type=float, help="measured, of all but the loops; default: 0")
+
+
+_GOALS = {
+    "published_rows": (), "flops": (), "target_loss": ("mean_loops", "tokens"),
+    "latency_ms": ("mean_loops", "tokens", "ms_per_loop", "ms_once"), "num_loops": ("mean_loops", "tokens"),
+}  # fmt: skip
+"""What is asked for, first match first, and the options that the answer depends on; without any, a loss."""
+
+
+def _refuse_unused(args: argparse.Namespace) -> None:
+    """Errors: ConfigError naming the options that the answer would not depend on."""
+    given = [name for name, value in vars(args).items() if value is not None and value is not False]
+    goal = next((name for name in _GOALS if name in given), "num_loops")
+    used = {"command", goal, *_GOALS[goal]}
+    if args.run is not None:
+        used = used - {"mean_loops", "tokens", "num_loops"} | {"source", "run"}
+    elif goal != "published_rows":
+        used |= {"source", "law", "size", "reading", "config"}
+    unused = ["--" + name.replace("_", "-") for name in given if name not in used]
+    if unused:
+        ask = " --run" * (args.run is not None) + f" --{goal.replace('_', '-')}" * (goal in given)
+        raise ConfigError(f"predict{ask}: does not depend on {', '.join(unused)}; leave that out")
 
 
 def _predict(args: argparse.Namespace) -> None:
+    _refuse_unused(args)
     if args.published_rows:
         print(published_table(str(CONFIGS)))
         return
@@ -189,7 +222,8 @@ def _predict(args: argparse.Namespace) -> None:
     if args.run is not None:
         _predict_loops(args, curve_constants(read_fits(Path(args.source)), args.run), {})
         return
-    constants = constants_from(args.source, args.law, args.size, args.reading)
+    reading = args.reading or DEFAULT_READING
+    constants = constants_from(args.source, args.law, args.size, reading)
     require(args.config is not None, "--config", None, "the YAML file of the model, or --run")
     cfg = load_config(args.config)
     print(f"{constants.name}: {constants.law.formula}")
@@ -203,10 +237,10 @@ def _predict(args: argparse.Namespace) -> None:
         return
     mean_loops = cfg.model.recurrence.mean_loops if args.mean_loops is None else args.mean_loops
     tokens = cfg.total_steps * cfg.tokens_per_step if args.tokens is None else args.tokens
-    require(mean_loops >= 1, "--mean-loops", mean_loops, "a number >= 1")
-    require(tokens > 0, "--tokens", tokens, "> 0")
+    require(1 <= mean_loops < math.inf, "--mean-loops", mean_loops, "a number >= 1")
+    require(0 < tokens < math.inf, "--tokens", tokens, "> 0")
     if args.target_loss is not None or args.latency_ms is not None:
-        _predict_loops(args, constants, inputs_of(cfg, args.reading, mean_loops, tokens, mean_loops))
+        _predict_loops(args, constants, inputs_of(cfg, reading, mean_loops, tokens, mean_loops))
         return
     print(f"loss {predict_loss(constants, cfg, mean_loops, tokens, args.num_loops)}")
 
@@ -216,7 +250,7 @@ def _predict_loops(args: argparse.Namespace, constants: Constants, inputs: dict[
     if args.target_loss is not None:
         print(f"loops for a loss of {args.target_loss:g}: {loops_for_loss(constants, inputs, args.target_loss)}")
     elif args.latency_ms is not None:
-        loops = Latency(args.ms_once, args.ms_per_loop).loops_within(args.latency_ms)
+        loops = Latency(args.ms_once or 0.0, args.ms_per_loop or 0.0).loops_within(args.latency_ms)
         used = min(loops, useful_loops(constants, inputs))
         rest = f"; {used} are enough, more gain less than 0.001" if used < loops else ""
         print(f"loops within {args.latency_ms:g} ms: {loops}{rest}")

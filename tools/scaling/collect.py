@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +28,10 @@ EVALUATION = Path("evaluation") / "evaluation.json"
 """Below a run's folder, where tools/evaluate.py puts it."""
 MAX_SKIPPED = 0.01
 """Share of steps that a run may have skipped: they are in its FLOPs and its tokens and taught it nothing."""
+MAX_DIFFERENCE = 2e-3
+"""Of ln L at one loop count between a run's validation and its later evaluation: rounding, not other data."""
+_NOT_ROWS = ("sources", "compression", "shard_bytes")
+"""Arguments of a data set's build that do not decide its rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +153,8 @@ def _refuse_duplicate(cfg: Config, kept: Iterable[tuple[str, Config]]) -> None:
     for folder, other in kept:
         if all(key.startswith("run.") for key, _, _ in diff_configs(cfg, other)):
             raise _OutError(f"a duplicate of {folder}: the same configuration but for run.*")
+        if cfg.run.name == other.run.name:
+            raise _OutError(f"run.name={cfg.run.name} is also that of {folder}, another run: rename one")
 
 
 def _rows(folder: Path, cfg: Config, planned: PlannedRun | None) -> tuple[list[Row], list[str]]:
@@ -162,7 +169,7 @@ def _rows(folder: Path, cfg: Config, planned: PlannedRun | None) -> tuple[list[R
         raise _OutError(f"no validation at its last step, {cfg.total_steps}")
     losses = {int(loops): loss for loops, loss in validations[-1]["val_loss"].items()}
     _refuse_divergence(cfg, steps, losses)
-    more, problem = _evaluation(folder, cfg)
+    more, problem = _evaluation(folder, cfg, losses)
     losses = more | losses
     model, data = cfg.model, cfg.data.all_sources
     manifests = [_manifest(Path(source.path)) for source in data]
@@ -182,7 +189,9 @@ def _rows(folder: Path, cfg: Config, planned: PlannedRun | None) -> tuple[list[R
     return rows, lost + ([problem] if problem else [])
 
 
-def _evaluation(folder: Path, cfg: Config) -> tuple[dict[int, float | None], str | None]:
+def _evaluation(
+    folder: Path, cfg: Config, validated: dict[int, float | None]
+) -> tuple[dict[int, float | None], str | None]:
     """Losses at further loop counts, by tools/evaluate.py in the run's folder; or why they do not count."""
     path = folder / EVALUATION
     if not path.is_file():
@@ -199,6 +208,15 @@ def _evaluation(folder: Path, cfg: Config) -> tuple[dict[int, float | None], str
             f"{EVALUATION} is of step {step} and {rows} validation rows, the run ended at {cfg.total_steps} and has "
             f"{cfg.validation.rows}: evaluate with --rows {cfg.validation.rows}"
         )
+    both = [(loops, loss, own) for loops, loss in losses.items() if loss and (own := validated.get(loops))]
+    if not both:
+        return {}, f"{EVALUATION} has no loop count of the run's validation: evaluate at {sorted(validated)} too"
+    for loops, loss, own in both:
+        if abs(math.log(loss / own)) > MAX_DIFFERENCE:
+            return {}, (
+                f"{EVALUATION} has the loss {loss:.4f} at {loops} loops where the run's validation has {own:.4f}: "
+                "evaluate on the run's own data (of several sources it sees the first alone)"
+            )
     return losses, None
 
 
@@ -245,9 +263,11 @@ def _size_name(cfg: Config) -> str:
 
 
 def _split_name(source: dict[str, Any], path: str) -> str:
-    """A name that stays when a data set is copied: the hash of its text, or else its folder."""
-    digest = source.get("arguments", {}).get("files_sha256")
-    return digest[:12] if digest else path
+    """A name that stays when a data set is copied: the hash of what decides its rows, or else its folder."""
+    arguments = {key: value for key, value in source.get("arguments", {}).items() if key not in _NOT_ROWS}
+    if "files_sha256" not in arguments:
+        return path
+    return hashlib.sha256(json.dumps(arguments, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _refuse_mixture(rows: Sequence[Row], excluded: Sequence[Excluded]) -> None:
@@ -271,41 +291,50 @@ def _refuse_mixture(rows: Sequence[Row], excluded: Sequence[Excluded]) -> None:
 # ------------------------------------------------------------------------------------------------------------- files
 
 _ARROW = {str: pa.string(), int: pa.int64(), float: pa.float64()}
+_POSITIVE = ("mean_loops", "tokens", "flops", "steps", "num_loops", "loss")
+
+
+def _schema() -> pa.Schema:
+    """The columns; those that a run without a plan leaves empty are nullable."""
+    parts = {name: getattr(hint, "__args__", (hint,)) for name, hint in get_type_hints(Row).items()}
+    return pa.schema([pa.field(item.name, _ARROW[parts[item.name][0]], type(None) in parts[item.name])
+                      for item in fields(Row)])  # fmt: skip
 
 
 def write_table(rows: Sequence[Row], path: Path) -> tuple[Path, Path]:
     """Writes PATH.parquet and PATH.csv and returns them."""
-    hints = get_type_hints(Row)
-    kinds = {item.name: next(kind for kind in _ARROW if kind in (hints[item.name], *_union(hints[item.name])))
-             for item in fields(Row)}  # fmt: skip
-    schema = pa.schema([(name, _ARROW[kind]) for name, kind in kinds.items()])
-    table = pa.Table.from_pylist([asdict(row) for row in rows], schema)
+    table = pa.Table.from_pylist([asdict(row) for row in rows], _schema())
     path.parent.mkdir(parents=True, exist_ok=True)
-    parquet, text = path.with_suffix(".parquet"), path.with_suffix(".csv")
+    name = path.stem if path.suffix in (".parquet", ".csv") else path.name
+    parquet, text = (path.with_name(name + suffix) for suffix in (".parquet", ".csv"))
     pyarrow.parquet.write_table(table, parquet)
     pyarrow.csv.write_csv(table, text)
     return parquet, text
 
 
-def _union(hint: Any) -> tuple[Any, ...]:
-    return getattr(hint, "__args__", ())
-
-
 def read_table(path: Path) -> list[Row]:
     """The rows of a table that `collect` wrote, parquet or CSV. Errors: ConfigError naming the file."""
+    schema = _schema()
+    options = pyarrow.csv.ConvertOptions(column_types=schema, null_values=[""], strings_can_be_null=True)
     try:
-        table = pyarrow.csv.read_csv(path) if path.suffix == ".csv" else pyarrow.parquet.read_table(path)
-        names = [item.name for item in fields(Row)]
-        missing = [name for name in names if name not in table.column_names]
-        if missing:
-            raise ConfigError(f"{path}: column {missing[0]} is missing; expected a table of `collect`")
-        rows = [Row(**{name: item[name] for name in names}) for item in table.to_pylist()]
-    except (OSError, pa.ArrowInvalid, TypeError) as error:
+        table = (pyarrow.csv.read_csv(path, convert_options=options) if path.suffix == ".csv"
+                 else pyarrow.parquet.read_table(path))  # fmt: skip
+        for field in schema:
+            if field.name not in table.column_names:
+                raise ConfigError(f"{path}: column {field.name} is missing; expected a table of `collect`")
+            if not field.nullable and table[field.name].null_count:
+                raise ConfigError(f"{path}: column {field.name} has empty cells; expected a table of `collect`")
+        rows = [Row(**item) for item in table.select(schema.names).cast(schema).to_pylist()]
+    except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"{path}: cannot be read as parquet or CSV: {error}") from error
-    bad = [row for row in rows if not (isinstance(row.loss, float) and math.isfinite(row.loss) and row.loss > 0)]
-    if bad:
-        raise ConfigError(
-            f"{path}: loss={bad[0].loss} of {bad[0].run} at {bad[0].num_loops} loops: expected a positive number; "
-            "collect leaves such rows out"
-        )
+    if not rows:
+        raise ConfigError(f"{path}: it has no rows; expected a table of `collect`")
+    for row in rows:
+        for name in _POSITIVE:
+            value = getattr(row, name)
+            if not 0 < value < math.inf:
+                raise ConfigError(
+                    f"{path}: {name}={value} of {row.run} at {row.num_loops} loops: expected a positive number; "
+                    "collect leaves such rows out"
+                )
     return rows

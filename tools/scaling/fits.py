@@ -37,7 +37,7 @@ class Settings:
     """How to fit."""
 
     readings: tuple[str, ...] = tuple(READINGS)
-    """Of N. The unified laws, which see every loop count, take the first alone."""
+    """Of N."""
     delta: float | None = None
     """Of the Huber loss. None: from the residuals."""
     starts: int = STARTS
@@ -160,7 +160,7 @@ def _fit_law(law: Law, rows: Sequence[Row], fits: Fits, settings: Settings) -> N
     every_loop = "num_loops" in law.inputs
     for size, own in groups.items():
         points = [row for row in own if every_loop or row.at_mean]
-        for reading in settings.readings[:1] if every_loop else settings.readings:
+        for reading in settings.readings:
             try:
                 fits.laws.append(_law_fit(law, size, points, reading, settings))
             except ConfigError as error:

@@ -48,9 +48,12 @@ class Curve:
         return float(constant), float(slope)
 
     def tokens_at(self, mean_loops: float) -> float:
-        """D at this budget and mean loops."""
+        """D at this budget and mean loops, exact where measured: gradient loops and layers come in whole numbers."""
         constant, slope = self.costs
-        return self.flops / (constant + slope * mean_loops)
+        order = np.argsort(self.mean_loops)
+        loops = self.mean_loops[order]
+        off_line = self.flops / self.tokens[order] - (constant + slope * loops)
+        return float(self.flops / (constant + slope * mean_loops + np.interp(mean_loops, loops, off_line)))
 
     def loop_share(self, mean_loops: float) -> float:
         """s, the loops' share of a token's FLOPs."""

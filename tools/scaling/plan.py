@@ -10,6 +10,7 @@ Two constraints decide what stays the same while the loops change:
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -73,7 +74,12 @@ class Study:
     def __post_init__(self) -> None:
         for name, values in (("--flops", self.budgets), ("--mean-loops", self.mean_loops), ("--seeds", self.seeds)):
             require(len(set(values)) == len(values), name, list(values), "each value once")
-        require(all(flops > 0 for flops in self.budgets), "--flops", list(self.budgets), "FLOPs of a run, > 0")
+        for name, amounts in (("--flops", self.budgets), ("--mean-loops", self.mean_loops)):
+            for value in amounts:
+                require(
+                    0 < value < math.inf and float(f"{value:g}") == value, name, value,
+                    "a number > 0 of at most six digits, all of which are in the names of the runs",
+                )  # fmt: skip
         require(self.min_steps >= 50, "--min-steps", self.min_steps, "at least 50, so that whole steps meet 1%")
         stems = [Path(config).stem for config in self.configs]
         require(len(set(stems)) == len(stems), "configurations", stems, "different file names, which name the sizes")
@@ -104,7 +110,9 @@ class Study:
 
     def _run(self, config: str, base: Config, flops: float, mean_loops: float, seed: int) -> PlannedRun:
         size = Path(config).stem
-        name = f"{size}-{flops:.3g}-mu{mean_loops:g}".replace("+", "") + (f"-s{seed}" if len(self.seeds) > 1 else "")
+        layers = f"-layers{self._layers(base)}" if self.constraint == "fixed_layers" else ""
+        seeds = f"-s{seed}" if len(self.seeds) > 1 else ""
+        name = f"{size}{layers}-{flops:g}-mu{mean_loops:g}{seeds}".replace("+", "")
         try:
             overrides = [f"run.name={name}", *self._model_overrides(base, mean_loops), f"train.seed={seed}"]
             cfg = load_config(config, [*self.overrides, *overrides])
@@ -137,10 +145,11 @@ class Study:
         yield f"validation.num_loops={[1] if mean_loops == 1 else sorted(wanted)}"
         yield "validation.every_steps=null"
 
+    def _layers(self, base: Config) -> int:
+        return self.layers or round(base.model.effective_layers(base.model.recurrence.mean_loops))
+
     def _core_layers(self, base: Config, mean_loops: float) -> int:
-        model = base.model
-        outer = model.prelude_layers + model.coda_layers
-        layers = self.layers or round(model.effective_layers(model.recurrence.mean_loops))
+        outer, layers = base.model.prelude_layers + base.model.coda_layers, self._layers(base)
         looped = layers - outer
         require(
             looped >= mean_loops and looped % mean_loops == 0, "--mean-loops", mean_loops,
@@ -151,8 +160,14 @@ class Study:
 
 
 def write_plan(runs: Sequence[PlannedRun], overrides: Sequence[str], folder: Path) -> list[tuple[str, Path]]:
-    """Writes one sweep file for each configuration and plan.json; returns (configuration, sweep file)."""
-    sweeps = []
+    """Writes one sweep file for each configuration and plan.json; returns (configuration, sweep file).
+
+    Errors: ConfigError where the folder has the plan of other runs, which `collect` would no longer know.
+    """
+    plan, sweeps = folder / PLAN_NAME, []
+    if plan.exists() and read_plan(plan) != list(runs):
+        raise ConfigError(f"--out {folder}: its {PLAN_NAME} plans other runs; expected another folder, as `collect` "
+                          "takes several plans")  # fmt: skip
     for config in dict.fromkeys(run.config for run in runs):
         own = [run for run in runs if run.config == config]
         path = folder / f"{own[0].size}_{own[0].constraint}.yaml"
@@ -161,7 +176,7 @@ def write_plan(runs: Sequence[PlannedRun], overrides: Sequence[str], folder: Pat
         lines += ["- " + json.dumps(list(run.overrides)) for run in own]
         write_text(path, "\n".join(lines) + "\n")
         sweeps.append((config, path))
-    write_text(folder / PLAN_NAME, json.dumps([asdict(run) for run in runs], indent=1) + "\n")
+    write_text(plan, json.dumps([asdict(run) for run in runs], indent=1) + "\n")
     return sweeps
 
 

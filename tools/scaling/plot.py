@@ -9,9 +9,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from pretrain.errors import ConfigError
 from tools.report import Section, axes_of, line_figure, new_figure, write_page
 from tools.scaling.collect import Row
-from tools.scaling.fits import Fits, LawFit, TestTime
+from tools.scaling.fits import ALL_SIZES, Fits, LawFit, TestTime, law_inputs
 from tools.scaling.summary import constants_table, curves_table, exponents_table, optima_table
 
 PAGE_NAME = "scaling.html"
@@ -20,7 +21,10 @@ MAX_CURVES = 12
 
 
 def plot(rows: Sequence[Row], fits: Fits, folder: Path) -> Path:
-    """Writes the page and its PNGs into `folder` and returns the page's path."""
+    """Writes the page and its PNGs into `folder` and returns the page's path.
+
+    Errors: ConfigError where a law was fitted to other runs than the table's.
+    """
     runs = list(dict.fromkeys(row.run for row in rows))
     sizes = ", ".join(dict.fromkeys(row.size for row in rows))
     subtitle = f"{len(runs)} runs of the family {rows[0].family}, {sizes}; losses on {rows[0].validation}"
@@ -117,9 +121,13 @@ def _laws(rows: Sequence[Row], fits: Fits) -> Section:
 
 def _predicted(item: LawFit, rows: Sequence[Row]) -> Figure:
     every_loop = "num_loops" in item.fit.law.inputs
-    own = [row for row in rows if row.run in set(item.runs) and (every_loop or row.at_mean)]
+    own = [row for row in rows if item.size in (row.size, ALL_SIZES) and (every_loop or row.at_mean)]
+    if sorted(row.run for row in own) != sorted(item.runs):
+        raise ConfigError(f"--fits: {item.label}: expected a fit to the losses of the table; run `fit` on it again")
     measured = np.array([row.loss for row in own])
-    predicted = measured * np.exp(-item.fit.residuals)
+    inputs = {name: np.array(values) for name, values in law_inputs(own, item.reading).items()}
+    predicted = item.fit.law.predict(item.fit.values, inputs)
+    residuals = np.log(measured / predicted)
     figure = new_figure(10.0, 4.0)
     left = figure.add_subplot(1, 2, 1, xlabel="measured loss", ylabel="predicted loss", title=item.fit.law.formula)
     left.title.set_fontsize(9)
@@ -132,7 +140,7 @@ def _predicted(item: LawFit, rows: Sequence[Row]) -> Figure:
     for index, loops in enumerate(sorted({row.mean_loops for row in own})):
         mask, color = np.array([row.mean_loops == loops for row in own]), f"C{index % 10}"
         left.plot(measured[mask], predicted[mask], "o", markersize=4, color=color, label=f"{loops:g} mean loops")
-        right.plot(np.full(mask.sum(), loops), item.fit.residuals[mask], "o", markersize=4, color=color)
+        right.plot(np.full(mask.sum(), loops), residuals[mask], "o", markersize=4, color=color)
     left.legend(fontsize=8)
     for axes in (left, right):
         axes.grid(True, color="0.92")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -91,9 +92,12 @@ class Constants:
 def constants_from(source: str, law: str | None, size: str | None, reading: str) -> Constants:
     """The constants that `--from` means: a published name, or a fits.json with a law, a size and a reading of N.
 
-    Errors: ConfigError listing what there is.
+    Errors: ConfigError listing what there is, also where several fits are meant.
     """
     if source in PUBLISHED:
+        only = PUBLISHED[source].law.name
+        require(law in (None, only), "--law", law, f"none, or {only}, the law of --from {source}")
+        require(size is None, "--size", size, f"none with --from {source}: it has one set of constants")
         return Constants.published(source, PUBLISHED[source], reading)
     path = Path(source)
     if not path.exists():
@@ -108,6 +112,9 @@ def constants_from(source: str, law: str | None, size: str | None, reading: str)
             f"--from {source}: no fit of law {law or 'any'}, size {size or 'any'}, N {reading}; the file has "
             + ("; ".join(item.label for item in fits.laws) or "no laws")
         )
+    if len(found) > 1:
+        several = "; ".join(item.label for item in found)
+        raise ConfigError(f"--from {source}: expected one fit, {len(found)} match: {several}; give --law and --size")
     return Constants.fitted(found[0])
 
 
@@ -125,8 +132,9 @@ def predict_loss(
 ) -> Prediction:
     """Loss of `cfg` trained at mu on D tokens and evaluated at T loops (None: mu).
 
-    Errors: ConfigError where T is asked of a law without it.
+    Errors: ConfigError where T is below 1 or asked of a law without it.
     """
+    require(num_loops is None or 1 <= num_loops < math.inf, "--num-loops", num_loops, "a number >= 1")
     if num_loops is not None and "num_loops" not in constants.law.inputs:
         require(
             num_loops == mean_loops, "--num-loops", num_loops,
@@ -167,7 +175,7 @@ def best_for_budget(constants: Constants, cfg: Config, flops: float) -> BestForB
 
     Searched over whole and half loops from 1 to `MAX_LOOPS`; T = mu.
     """
-    require(flops > 0, "--flops", flops, "FLOPs of a run, > 0")
+    require(0 < flops < math.inf, "--flops", flops, "FLOPs of a run, > 0")
     loops = np.arange(1, MAX_LOOPS + 0.5, 0.5)
     tokens = flops / _flops_per_token(cfg, loops)
     size = Size.of(cfg.model)
@@ -225,6 +233,8 @@ class Latency:
     def loops_within(self, budget_ms: float) -> int:
         """The most loops that fit. Errors: ConfigError where none does."""
         require(self.loop_ms > 0, "--ms-per-loop", self.loop_ms, "the measured milliseconds of a loop, > 0")
+        require(self.once_ms >= 0, "--ms-once", self.once_ms, "the measured milliseconds of all but the loops, >= 0")
+        require(math.isfinite(budget_ms), "--latency-ms", budget_ms, "milliseconds")
         loops = int((budget_ms - self.once_ms) / self.loop_ms + 1e-9)
         require(
             loops >= 1, "--latency-ms", budget_ms, f"at least {self.once_ms + self.loop_ms:g}, what one loop takes",

@@ -31,12 +31,12 @@ PUBLISHED = {
     "parcae_140m": Published(
         PARAMETRIC, f"{PARCAE}, eq. 7, table 11; 36 runs, 1e18 to 64e18 FLOPs, mu 2 to 12",
         {"E": 2.662, "X": 522_733.307, "x": 0.771, "Y": 25_420.102, "y": 0.525}, held_out=0.013,
-        ranges={"params": (1.58e8, 3.01e8), "tokens": (8.3e8, 1.26e11)},
+        ranges={"params": (1.58e8, 3.01e8), "tokens": (8.3e8, 1.26e11), "mean_loops": (2, 12)},
     ),
     "parcae_370m": Published(
         PARAMETRIC, f"{PARCAE}, eq. 7, table 11; 18 runs, 32e18 to 128e18 FLOPs, mu 2 to 12",
         {"E": 2.439, "X": 832_134.346, "x": 0.775, "Y": 6_386.865, "y": 0.448}, held_out=0.008,
-        ranges={"params": (4.38e8, 9.42e8), "tokens": (8.5e9, 9.2e10)},
+        ranges={"params": (4.38e8, 9.42e8), "tokens": (8.5e9, 9.2e10), "mean_loops": (2, 12)},
     ),
     "iso_depth": Published(
         ISO_DEPTH, "arXiv 2604.21106, joint fit of 116 runs, phi 0.41 to 0.53; A and B are not in the text",
@@ -44,7 +44,7 @@ PUBLISHED = {
     ),
     "unlooped": Published(
         PARAMETRIC, "arXiv 2604.21106, fit of the runs with one loop; the paper calls A and B loosely identified",
-        {"E": 1.56, "X": 58.0, "x": 0.251, "Y": 150.0, "y": 0.267},
+        {"E": 1.56, "X": 58.0, "x": 0.251, "Y": 150.0, "y": 0.267}, ranges={"mean_loops": (1, 1)},
     ),
 }  # fmt: skip
 # What the papers leave out: Z and z of Parcae's unified law, L_inf, Z and z of its test-time curves, and which N the

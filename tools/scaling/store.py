@@ -53,7 +53,7 @@ def read_fits(path: Path) -> Fits:
                                    "exponential": _read_fit(item["exponential"])}) for item in tree["test_time"]],
             not_fitted=tree["not_fitted"],
         )  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"{path}: expected the {FITS_NAME} of `fit`: {type(error).__name__}: {error}") from error
 
 

@@ -49,11 +49,11 @@ def write_study(
     return Written(runs, folder / "plan" / "plan.json", folders)
 
 
-def write_data_set(folder: Path, tokenizer: str = "a" * 64) -> Path:
-    """A manifest alone."""
+def write_data_set(folder: Path, tokenizer: str = "a" * 64, **arguments: object) -> Path:
+    """A manifest alone; `arguments` are of its build."""
     split = SplitInfo(documents=1, tokens=1290, rows=10, dropped_tokens=0, padded_tokens=0, max_id=9, shards=1)
     info = TokenizerInfo(path="tokenizer", sha256=tokenizer, vocab_size=4096, bos_id=0, eos_id=1, pad_id=2)
-    source = {"arguments": {"files_sha256": "c" * 64}}
+    source = {"arguments": {"files_sha256": "c" * 64, **arguments}}
     splits = {"train": split, "validation": split}
     manifest = Manifest(dtype="uint16", row_tokens=129, tokenizer=info, splits=splits, source=source, seed=0)
     folder.mkdir(parents=True, exist_ok=True)

@@ -65,6 +65,7 @@ def test_unusable_runs_are_listed_with_reasons(written: Written, tmp_path: Path)
     rows[-2]["skipped_steps"] = 5
     (skipped / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     bad["diverged: 5 of 60 steps were skipped"] = skipped
+    bad["run.name=good is also that of"] = other_run(tmp_path, "train.seed=4", f"run.dir={tmp_path}/again", name="good")
     table, excluded = collect([good, *bad.values()])
     assert {row.run for row in table} == {"good"}
     assert [(item.run, reason in item.why) for item, reason in zip(excluded, bad, strict=True)] == [
@@ -82,18 +83,21 @@ def test_a_loss_that_is_not_finite_leaves_the_others(tmp_path: Path) -> None:
 def test_a_later_evaluation_adds_loop_counts(tmp_path: Path) -> None:
     folder = other_run(tmp_path)
     rows = load_config(folder / "config.yaml").validation.rows
-    task = {"num_requests": rows, "by_loops": {"1": {"loss": 9.0}, "5": {"loss": 3.5}}}
+    own = {row.num_loops: row.loss for row in collect([folder])[0]}
+    task = {"num_requests": rows, "by_loops": {"1": {"loss": own[1] * 1.0005}, "5": {"loss": 3.5}}}
     (folder / "evaluation").mkdir()
     path = folder / "evaluation" / "evaluation.json"
     path.write_text(json.dumps({"step": 60, "tasks": {"loss": task}}))
     table, excluded = collect([folder])
     losses = {row.num_loops: row.loss for row in table}
-    assert not excluded and losses[5] == 3.5 and losses[1] < 9 and len(losses) == len(LOOPS) + 1
-    for text, why in (
-        (json.dumps({"step": 40, "tasks": {"loss": task}}), f"is of step 40 and {rows} validation rows"),
-        (json.dumps({"step": 60, "tasks": {}}), "holds no task `loss`"),
+    assert not excluded and losses == own | {5: 3.5}
+    for step, tasks, why in (
+        (40, {"loss": task}, f"is of step 40 and {rows} validation rows"),
+        (60, {}, "holds no task `loss`"),
+        (60, {"loss": task | {"by_loops": {"1": {"loss": 9.0}}}}, "has the loss 9.0000 at 1 loops where"),
+        (60, {"loss": task | {"by_loops": {"5": {"loss": 3.5}}}}, "has no loop count of the run's validation"),
     ):
-        path.write_text(text)
+        path.write_text(json.dumps({"step": step, "tasks": tasks}))
         table, excluded = collect([folder])
         assert len(table) == len(LOOPS) and why in excluded[0].why
 
@@ -125,20 +129,40 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
         collect([good, other_run(tmp_path, f"data.path={data}", name="tok")])
     with pytest.raises(ConfigError, match="one validation set"):
         collect([good, other_run(tmp_path, "validation.rows=8", name="rows")])
+    for name, arguments in (("copy", {"sources": ["elsewhere"]}), ("split", {"seed": 1})):
+        data = write_data_set(tmp_path / name, **arguments)
+        runs = [good, other_run(tmp_path, f"data.path={data}", "train.seed=2", name=name)]
+        if name == "copy":
+            assert len({row.validation for row in collect(runs)[0]}) == 1
+        else:
+            with pytest.raises(ConfigError, match="one validation set"):
+                collect(runs)
     with pytest.raises(ConfigError, match=r"no usable run: .*gone: not a run's folder"):
         collect([tmp_path / "gone"])
 
 
 def test_tables_that_are_none(written: Written, tmp_path: Path) -> None:
     rows, _ = collect(written.folders)
-    parquet, text = write_table(rows, tmp_path / "runs")
-    lines = text.read_text().splitlines()
-    place = lines[0].replace('"', "").split(",").index("loss")
-    cells = lines[1].split(",")
-    text.write_text("\n".join([lines[0].replace("loss", "lass"), *lines[1:]]))
-    with pytest.raises(ConfigError, match="column loss is missing"):
-        read_table(text)
+    parquet, text = write_table(rows, tmp_path / "runs-1.5e11")
+    assert (parquet.name, text.name) == ("runs-1.5e11.parquet", "runs-1.5e11.csv")
+    assert read_table(text) == rows == read_table(parquet)
+    header, first, *others = text.read_text().splitlines()
+    place = header.replace('"', "").split(",").index("loss")
+    cells = first.split(",")
+
+    def with_loss(value: str) -> str:
+        return ",".join([*cells[:place], value, *cells[place + 1 :]])
+
+    for lines, message in (
+        ([header.replace("loss", "lass"), first], "column loss is missing"),
+        ([header, with_loss("nan")], r"loss=nan of tiny-4e12-mu2 at 1 loops: expected a positive number"),
+        ([header, with_loss("")], "column loss has empty cells"),
+        ([header, with_loss("low"), *others], "cannot be read"),
+        ([header], "it has no rows"),
+    ):
+        text.write_text("\n".join(lines) + "\n")
+        with pytest.raises(ConfigError, match=message):
+            read_table(text)
     parquet.write_bytes(b"PAR1")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_table(parquet)
-    assert place > 0 and cells

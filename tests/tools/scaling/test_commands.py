@@ -11,7 +11,7 @@ import pytest
 from pretrain.config.load import load_config
 from pretrain.errors import ConfigError
 from tests.tools.scaling.study import LOOPS, TINY, Written, invented_loss, write_study
-from tools.scaling.collect import collect, read_table
+from tools.scaling.collect import collect, read_table, write_table
 from tools.scaling.fits import Settings, fit_table
 from tools.scaling.plan import read_plan
 from tools.scaling.predict import Latency, best_for_budget, constants_from, inputs_of, loops_for_loss, predict_loss
@@ -55,8 +55,12 @@ def test_fits_of_a_study(folder: Path) -> None:
         assert curve.out_of_sample["exponential"] < curve.out_of_sample["power"]
 
 
-def test_the_page_needs_no_network(folder: Path) -> None:
+def test_the_page_needs_no_network(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(folder / "runs.parquet"), "--fits", str(folder), "--out", str(folder)]) == 0
+    rows = read_table(folder / "runs.parquet")
+    less, _ = write_table([row for row in rows if row.run != rows[0].run], folder / "less")
+    assert main(["plot", str(less), "--fits", str(folder), "--out", str(folder / "less")]) == 2
+    assert "parametric, tiny, N: all: expected a fit to the losses of the table" in capsys.readouterr().err
     page = (folder / "scaling.html").read_text()
     assert not re.search(r"""(src|href)=["']?(https?:|//)""", page)
     pictures = re.findall(r'<img[^>]*src="data:image/png;base64,', page)
@@ -81,6 +85,10 @@ def test_predictions(folder: Path) -> None:
     parametric = constants_from(str(folder), "parametric", "tiny", "all")
     with pytest.raises(ConfigError, match="--num-loops=8"):
         predict_loss(parametric, cfg, 4, 5e5, 8)
+    with pytest.raises(ConfigError, match=r"--num-loops=0: expected a number >= 1"):
+        predict_loss(unified, cfg, 4, 5e5, 0)
+    with pytest.raises(ConfigError, match=r"expected one fit, 4 match: parametric, tiny, N: all; unified, .*--law"):
+        constants_from(str(folder), None, "tiny", "all")
     with pytest.raises(ConfigError, match=r"no fit of law parametric, size huge.*the file has parametric, tiny"):
         constants_from(str(folder), "parametric", "huge", "all")
 
@@ -105,6 +113,10 @@ def test_published_constants(capsys: pytest.CaptureFixture[str]) -> None:
         constants_from("iso_depth", None, None, "all")
     with pytest.raises(ConfigError, match=r"expected a fits.json of `fit`, or one of parcae_140m"):
         constants_from("nowhere", None, None, "all")
+    with pytest.raises(ConfigError, match=r"--law='unified': expected none, or parametric"):
+        constants_from("parcae_140m", "unified", None, "all")
+    unlooped = constants_from("unlooped", None, None, "all")
+    assert "extrapolates: mean_loops = 8, the data cover 1 to 1" in unlooped.extrapolations({"mean_loops": 8})
     assert main(["predict", "--published-rows"]) == 0
     assert "| parcae_370m | parcae_370m | 2.6735 | +0.26% |" in capsys.readouterr().out
 
@@ -124,6 +136,16 @@ def test_commands_of_prediction(folder: Path, written: Written, capsys: pytest.C
         assert text in out
     assert main([*common, "--latency-ms", "2", "--ms-per-loop", "1", "--ms-once", "2"]) == 2
     assert main([*run]) == 2 and main(["predict"]) == 2
+    for command, unused in (
+        ([*common, "--flops", "8e12", "--mean-loops", "4", "--target-loss", "3"], "--flops: .*--mean-loops, --t"),
+        ([*common, "--target-loss", "3", "--num-loops", "0"], "--target-loss: .*--num-loops"),
+        ([*common, "--tokens", "5e5", "--ms-once", "1"], "predict: .*--ms-once"),
+        ([*run, "--target-loss", "3", "--config", str(TINY)], "--run --target-loss: .*--config"),
+        (["predict", "--published-rows", "--reading", "all"], "--published-rows: .*--reading"),
+    ):
+        capsys.readouterr()
+        assert main(command) == 2
+        assert re.search(rf"{unused}.*; leave that out", capsys.readouterr().err)
     assert main(["predict", "--from", str(folder), "--run", "absent", "--target-loss", "3"]) == 2
     assert Latency(1.0, 0.1).loops_within(1.3) == 3
 
@@ -148,12 +170,17 @@ def test_what_cannot_be_fitted_is_refused_or_named(written: Written, folder: Pat
 
 def test_the_commands_end_with_their_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["model.width=64", "model.num_heads=2", f"validation.num_loops={list(LOOPS)}"]
-    plan = ["plan", str(TINY), *small, "--mean-loops", "2", "4", "--out", str(tmp_path)]
+    plan = ["plan", str(TINY), "--mean-loops", "2", "4", "--out", str(tmp_path), *small]
     assert main([*plan, "--flops", "1e12"]) == 2
     assert "fewer than 200 steps" in capsys.readouterr().err
     assert main([*plan, "--flops", "4e12"]) == 0
     out = capsys.readouterr().out
     assert "constraint: fixed_parameters" in out and "GPU hours" in out and "--cluster local" in out
+    assert f"'validation.num_loops={list(LOOPS)}'" in out
+    with pytest.raises(SystemExit):
+        main([*plan, "--flops", "4e12", "--colour"])
+    assert main([*plan, "--flops", "4e12", "--out", str(TINY)]) == 2
+    assert f"'{TINY}" in capsys.readouterr().err.splitlines()[-1]
     assert [run["mean_loops"] for run in json.loads((tmp_path / "plan.json").read_text())] == [2, 4]
     assert main(["fit", str(tmp_path / "none.parquet"), "--out", str(tmp_path)]) == 2
     assert main(["plot", str(tmp_path / "none.parquet"), "--fits", str(tmp_path), "--out", str(tmp_path)]) == 2

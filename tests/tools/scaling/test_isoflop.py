@@ -29,6 +29,14 @@ def test_the_vertex_is_the_optimum() -> None:
     assert found.tokens == pytest.approx(1e18 / 8e8) and found.curve.loop_share(5.0) == pytest.approx(5 / 8)
 
 
+def test_tokens_are_those_of_the_runs_where_there_are_runs() -> None:
+    """With fixed layers the first loop is the only one whose layers all have gradients: C / D is no line in mu."""
+    costs = np.array([6e8, 4.4e8, 4.4e8, 4.5e8, 4.4e8, 4.4e8])
+    found = find_optimum(replace(curve(1e18, 5.0), tokens=1e18 / costs)).curve
+    assert [1e18 / found.tokens_at(mu) for mu in LOOPS] == pytest.approx(costs.tolist())
+    assert 1e18 / found.tokens_at(3.0) == pytest.approx(5.2e8)
+
+
 def test_exponents_describe_one_curve() -> None:
     # Over a small range of budgets the two exponents meet a s + b = 1 to second order.
     optima = [find_optimum(curve(1e18 * x, 6 * x**0.4)) for x in (0.9, 1.0, 1.1)]

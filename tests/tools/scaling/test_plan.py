@@ -92,9 +92,11 @@ def test_flops_of_every_run_are_the_budget(constraint: Any, plain_head: LossConf
 
 
 def test_fixed_parameters_and_fixed_layers() -> None:
-    assert {run.core_layers for run in study(budgets=[2e11]).runs()} == {2}
+    parameters = study(budgets=[2e11, 2.001e11]).runs()
+    assert {run.core_layers for run in parameters} == {2}
     layers = study(constraint="fixed_layers", budgets=[2e11]).runs()
     assert {(run.mean_loops, run.core_layers) for run in layers} == {(1, 8), (2, 4), (4, 2), (8, 1)}
+    assert len({run.name for run in (*parameters, *layers)}) == 12
     for run in layers:
         model = load_config(run.config, [*SMALL, *run.overrides]).model
         assert model.effective_layers(run.mean_loops) == 10
@@ -117,8 +119,10 @@ def test_one_loop_is_exactly_one_and_gradients_follow_the_mean() -> None:
         ({"min_steps": 10}, "--min-steps=10: expected at least 50"),
         ({"mean_loops": [2, 2]}, "--mean-loops=.*each value once"),
         ({"budgets": [-1.0]}, "--flops=.*> 0"),
+        ({"budgets": [float("inf")]}, "--flops=inf: .*at most six digits"),
+        ({"mean_loops": [2.3456789]}, "--mean-loops=2.3456789: .*at most six digits"),
         ({"layers": 6}, "--layers=6: expected no such option"),
-        ({"constraint": "fixed_layers", "mean_loops": [3]}, "tiny-1e11-mu3: --mean-loops=3: .* 1, 2, 4, 8"),
+        ({"constraint": "fixed_layers", "mean_loops": [3]}, "tiny-layers10-1e11-mu3: --mean-loops=3: .* 1, 2, 4, 8"),
         ({"mean_loops": [0.5]}, "tiny-1e11-mu0.5: .*mean_loops=0.5: expected a number >= 1"),
         ({"overrides": [*SMALL, "schedule.warmup_steps=150"]}, "tiny-1e11-mu1: schedule.warmup_steps=150"),
         (
@@ -145,9 +149,12 @@ def test_the_sweep_file_is_one_for_the_launcher(tmp_path: Path) -> None:
     write_plan(more, SMALL, tmp_path / "more")
     plans = [tmp_path / "plan.json", tmp_path / "more" / "plan.json"]
     assert len(read_plans(plans)) == 6
-    write_plan([replace(more[0], steps=1)], SMALL, tmp_path / "more")
+    other = [replace(more[0], steps=1)]
+    with pytest.raises(ConfigError, match=r"--out .*more: its plan.json plans other runs"):
+        write_plan(other, SMALL, tmp_path / "more")
+    write_plan(other, SMALL, tmp_path / "other")
     with pytest.raises(ConfigError, match="tiny-1e11-mu1-s0 is another run"):
-        read_plans(plans)
+        read_plans([*plans, tmp_path / "other" / "plan.json"])
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"plan.json: expected the plan.json of `plan`"):
         read_plan(tmp_path / "plan.json")
