@@ -197,7 +197,8 @@ def read_plans(paths: Sequence[Path]) -> list[PlannedRun]:
     for path in paths:
         for run in read_plan(path):
             if runs.setdefault(run.name, run) != run:
-                raise ConfigError(f"--plan {path}: {run.name} is another run than in the plans before it")
+                raise ConfigError(f"--plan {path}: {run.name} is another run than in the plans before it; "
+                                  "collect them apart")  # fmt: skip
     return list(runs.values())
 
 

@@ -78,7 +78,8 @@ class Constants:
         """(losses [points], bootstrap losses [samples, points])."""
         columns = {name: self.samples[:, i : i + 1] for i, name in enumerate(self.law.names)}
         points = {name: np.atleast_1d(np.asarray(inputs[name], dtype=np.float64)) for name in self.law.inputs}
-        return self.law.predict(self.values, points), self.law.predict(columns, points)
+        with np.errstate(over="ignore"):  # a refit may put an exponent that nothing holds anywhere
+            return self.law.predict(self.values, points), self.law.predict(columns, points)
 
     def extrapolations(self, inputs: Mapping[str, float]) -> list[str]:
         """A note for each input outside of the data."""
