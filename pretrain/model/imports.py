@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from pretrain.config.check import describe_type, without_null
 from pretrain.config.families import make_model_config
 from pretrain.config.model import Family, ModelConfig
 from pretrain.errors import CheckpointError, ConfigError
@@ -281,15 +282,22 @@ class _Fields:
     def fail(self, name: str, value: object, expected: str) -> ConfigError:
         return ConfigError(f"config.json of the {self.source} checkpoint: {name}={value!r}: expected {expected}")
 
-    def take(self, name: str, *default: Any) -> Any:
-        """The value of a field, which must be there unless a default is given."""
+    def take(self, name: str, kind: Any, *default: Any) -> Any:
+        """The value of a field of a type (int, float, bool, str; `| None`), which must be there without a default."""
+        value, core = self._pop(name, *default), without_null(kind)
+        fits = isinstance(value, int | float if core is float else core) and isinstance(value, bool) == (core is bool)
+        if not fits and (value is not None or core is kind):
+            raise self.fail(name, value, describe_type(kind))
+        return value
+
+    def _pop(self, name: str, *default: Any) -> Any:
         if name not in self.left and not default:
             raise self.fail(name, None, "a value (the field is absent)")
         return self.left.pop(name, *default)
 
     def choose(self, name: str, ours: Mapping[Any, Any], *default: Any) -> Any:
         """Our word for the field's."""
-        value = self.take(name, *default)
+        value = self._pop(name, *default)
         for theirs, own in ours.items():
             if value == theirs:
                 return own
@@ -327,39 +335,42 @@ def import_config(source: Source, config: Mapping[str, Any], names: Collection[s
 
 def _recurrent_gpt(f: _Fields) -> tuple[dict[str, Any], dict[str, Any]]:
     """(model settings, recurrence settings) of the fields that Parcae's code took over from Huginn's."""
-    f.left["mlp"] = f"{f.take('mlp_class_name')} {f.take('nonlin_name')}"
+    f.left["mlp"] = f"{f.take('mlp_class_name', str)} {f.take('nonlin_name', str)}"
     f.expect(bias=False, logit_scale=1.0, rope_condense_ratio=1, use_rope=True)
     model = {
-        "vocab_size": f.take("vocab_size"),
-        "vocab_multiple": f.take("padding_multiple"),
-        "context_length": f.take("block_size"),
-        "width": f.take("n_embd"),
-        "num_heads": f.take("num_attention_heads"),
-        "num_kv_heads": f.take("num_key_value_heads"),
-        "ffn_width": f.take("intermediate_size"),
-        "prelude_layers": f.take("n_layers_in_prelude"),
-        "core_layers": f.take("n_layers_in_recurrent_block"),
-        "coda_layers": f.take("n_layers_in_coda"),
-        "norm_eps": f.take("norm_eps"),
+        "vocab_size": f.take("vocab_size", int),
+        "vocab_multiple": f.take("padding_multiple", int),
+        "context_length": f.take("block_size", int),
+        "width": f.take("n_embd", int),
+        "num_heads": f.take("num_attention_heads", int),
+        "num_kv_heads": f.take("num_key_value_heads", int | None),
+        "ffn_width": f.take("intermediate_size", int),
+        "prelude_layers": f.take("n_layers_in_prelude", int),
+        "core_layers": f.take("n_layers_in_recurrent_block", int),
+        "coda_layers": f.take("n_layers_in_coda", int),
+        "norm_eps": f.take("norm_eps", float),
         "mlp": f.choose("mlp", _MLPS),
         "relu2_scale": 0.5,
-        "rope_base": float(f.take("rope_base")),
+        "rope_base": float(f.take("rope_base", float)),
         "rope_layout": "interleaved",
-        "qk_bias": f.take("qk_bias", False),
-        "tie_embeddings": f.take("tie_embeddings"),
+        "qk_bias": f.take("qk_bias", bool, False),
+        "tie_embeddings": f.take("tie_embeddings", bool),
     }
     recurrence = {
         "injection": f.choose("injection_type", _INJECTIONS),
         "state_init": f.choose("state_init", _STATE_INITS),
-        "mean_loops": float(f.take("mean_recurrence")),
-        "backprop_loops": f.take("mean_backprop_depth"),
+        "mean_loops": float(f.take("mean_recurrence", float)),
+        "backprop_loops": f.take("mean_backprop_depth", int),
         "distribution": f.choose("sampling_scheme", _DISTRIBUTIONS),
     }
     return model, recurrence
 
 
 def _parcae(f: _Fields, names: Collection[str]) -> ModelConfig:
-    f.left |= f.left.pop("rope_settings", {})
+    rope = f.left.pop("rope_settings", {})
+    if not isinstance(rope, Mapping):
+        raise f.fail("rope_settings", rope, "an object")
+    f.left |= rope
     model, recurrence = _recurrent_gpt(f)
     f.expect(
         block_class_name="TransformerPreNormBlock", norm_class_name="RMSNorm", emb_scale=1.0, use_abacus=False,
@@ -367,25 +378,25 @@ def _parcae(f: _Fields, names: Collection[str]) -> ModelConfig:
         clip_qkv=None, _class_name="ParcaeConfig", model_class_name="Parcae", init_strategy="scaled-zero",
     )  # fmt: skip
     recurrence |= {
-        "prelude_norm": f.take("prelude_norm"),
+        "prelude_norm": f.take("prelude_norm", bool),
         "output_projection": True,
         "granularity": f.choose("recurrent_iteration_method", {"per-sequence": "sequence", "per-batch": "batch"}),
     }
     model |= {
         "block": "pre",
-        "core_width": f.take("recurrent_embedding_dimension"),
-        "core_ffn_width": f.take("recurrent_intermediation_embedding_dimension"),
-        "core_num_heads": f.take("recurrent_num_attention_heads", None),
-        "qk_norm": f.take("qk_norm"),
+        "core_width": f.take("recurrent_embedding_dimension", int),
+        "core_ffn_width": f.take("recurrent_intermediation_embedding_dimension", int),
+        "core_num_heads": f.take("recurrent_num_attention_heads", int | None, None),
+        "qk_norm": f.take("qk_norm", bool),
         # The reference has no switch; a model made without them has no tables.
         "value_embeddings": any(name.startswith("value_embeds.") for name in names),
-        "logit_softcap": f.take("logit_softcap"),
+        "logit_softcap": f.take("logit_softcap", float | None),
         "norm_before_coda": False,
         "scale_embeddings": False,
         "init": "scaled_zero",
     }
     padded, head_size, core_head_size = (
-        f.take(name, None) for name in ("padded_vocab_size", "head_size", "recurrent_head_size")
+        f.take(name, int | None, None) for name in ("padded_vocab_size", "head_size", "recurrent_head_size")
     )
     f.end(
         "name", "hf_config", "attn_impl", "init_orthogonal", "skip_initialization", "use_fused_head", "simple_ops",
@@ -404,7 +415,7 @@ def _parcae(f: _Fields, names: Collection[str]) -> ModelConfig:
 def _huginn(f: _Fields, names: Collection[str]) -> ModelConfig:
     model, recurrence = _recurrent_gpt(f)
     f.expect(norm_class_name="RMSNorm_llama", architecture_class_name="RecurrentGPT", init_strategy="takase")
-    scale, root = f.take("emb_scale"), model["width"] ** 0.5
+    scale, root = f.take("emb_scale", float), max(0, model["width"]) ** 0.5
     if abs(scale - root) > 1e-6 * root:
         raise f.fail("emb_scale", scale, f"{root}, the root of n_embd")
     recurrence |= {"prelude_norm": False, "output_projection": False}
@@ -425,17 +436,17 @@ def _flt(f: _Fields, names: Collection[str]) -> ModelConfig:
         "model_type",
         {"LT": "lt", "LT_i": "lt_input", "LT_ia": "lt_attention", "FLT": "flt", "FLT_res": "flt_res"},
     )
-    width, length, pattern = f.take("n_embd"), f.take("sequence_len"), f.take("window_pattern", "L")
-    loops = f.take("K")
+    width, length, pattern = f.take("n_embd", int), f.take("sequence_len", int), f.take("window_pattern", str, "L")
+    loops = f.take("K", int)
     model = {
-        "vocab_size": f.take("vocab_size"),
+        "vocab_size": f.take("vocab_size", int),
         "vocab_multiple": 64,
         "context_length": length,
         "width": width,
-        "num_heads": f.take("n_head"),
-        "num_kv_heads": f.take("n_kv_head"),
+        "num_heads": f.take("n_head", int),
+        "num_kv_heads": f.take("n_kv_head", int),
         "ffn_width": 4 * width,
-        "core_layers": f.take("n_layer"),
+        "core_layers": f.take("n_layer", int),
         "rope_table": "bf16",
         "sliding_window": max(length // 4, 1) if "S" in pattern else None,
         "window_pattern": pattern,
@@ -448,26 +459,26 @@ def _flt(f: _Fields, names: Collection[str]) -> ModelConfig:
 
 
 def _blindspot(f: _Fields, names: Collection[str]) -> ModelConfig:
-    width, loops = f.take("d_model"), f.take("num_loops")
-    normed, final_only = f.take("use_decode_norm"), f.take("decode_norm_final_only", False)
+    width, loops = f.take("d_model", int), f.take("num_loops", int)
+    normed, final_only = f.take("use_decode_norm", bool), f.take("decode_norm_final_only", bool, False)
     recurrence = {
         "mean_loops": float(loops),
         "backprop_loops": loops,
         "distribution": "fixed",
-        "interloop_norm": f.take("inter_loop_norm"),
+        "interloop_norm": f.take("inter_loop_norm", bool),
         "readout": ("final_norm" if final_only else "norm") if normed else "raw",
     }
     model = {
-        "vocab_size": f.take("vocab_size"),
+        "vocab_size": f.take("vocab_size", int),
         "vocab_multiple": 1,
-        "context_length": f.take("max_seq_len"),
+        "context_length": f.take("max_seq_len", int),
         "width": width,
-        "num_heads": f.take("num_heads"),
-        "ffn_width": f.take("ff_multiplier") * width,
-        "core_layers": f.take("num_layers"),
-        "norm_eps": f.take("norm_eps"),
-        "tie_embeddings": f.take("tie_weights"),
-        "dropout": f.take("dropout"),
+        "num_heads": f.take("num_heads", int),
+        "ffn_width": f.take("ff_multiplier", int) * width,
+        "core_layers": f.take("num_layers", int),
+        "norm_eps": f.take("norm_eps", float),
+        "tie_embeddings": f.take("tie_weights", bool),
+        "dropout": f.take("dropout", float),
         "embedding_std": 1.0,
     }
     f.end()

@@ -102,8 +102,9 @@ def test_what_is_not_a_checkpoint_of_the_family_is_refused(tmp_path: Path, capsy
     assert "_class_name=None: expected 'ParcaeConfig'" in refused("parcae", flt, 2)
     assert "expected a value (the field is absent)" in refused("blindspot", flt, 2)
     assert "expected the folder of a flt checkpoint" in refused("flt", flt / "config.json", 2)
-    (parcae / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    assert "cannot be read as tensors alone" in refused("parcae", parcae, 4)
+    for content in (b"cos\nsystem\n(S'true'\ntR.", b"\x80\x02.", b"\x80\x02X\x01\x00\x00\x00\xb1."):
+        (parcae / "pytorch_model.bin").write_bytes(content)
+        assert "cannot be read as tensors alone" in refused("parcae", parcae, 4)
     (parcae / "pytorch_model.bin").unlink()
     assert "no weights; expected model.safetensors, model.pt or pytorch_model.bin" in refused("parcae", parcae, 4)
     tensors = dict(load_case("flt", "FLT").official)

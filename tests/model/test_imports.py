@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from typing import Any
@@ -71,6 +72,19 @@ def test_an_unknown_or_absent_configuration_field_is_named(source: Source, name:
         import_checkpoint(source, config | {"new_switch": True}, case.official)
     with pytest.raises(ConfigError, match="vocab_size=None: expected a value"):
         import_checkpoint(source, {k: v for k, v in config.items() if k != "vocab_size"}, case.official)
+
+
+@pytest.mark.parametrize(("source", "name"), CASES)
+def test_a_field_of_another_type_is_named(source: Source, name: str) -> None:
+    case = load_case(source, name)
+    config = official_config(source, case.report)
+    for field in config.keys() - {"_class_name"}:
+        for value in ("x", [1], {"a": 1}, -1):
+            with contextlib.suppress(ConfigError):  # beside the fields that have no effect no other error may come
+                import_config(source, config | {field: value}, case.official)
+    for field, value in (("n_embd", "64"), ("n_embd", None), ("tie_embeddings", "no"), ("mean_recurrence", "x")):
+        with pytest.raises(ConfigError, match=f"{field}={value!r}: expected (an integer|true or false|a number)$"):
+            import_config("parcae", PARCAE | {field: value}, [])
 
 
 @pytest.mark.parametrize(
