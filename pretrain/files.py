@@ -6,6 +6,15 @@ import os
 import shutil
 from pathlib import Path
 
+from pretrain.errors import ConfigError
+
+
+def require_writable(folder: Path, setting: str) -> None:
+    """Raises ConfigError unless `folder` can be written, or made; `setting` says where its name comes from."""
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{setting}: expected a folder that can be written; {existing} cannot")
+
 
 def write_text(path: Path, text: str) -> None:
     """Writes `text` to `path` by temporary file, fsync and rename; the folder is created."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from pretrain.config.schema import Config, SourceConfig
 from pretrain.data.manifest import MANIFEST_NAME, Manifest, read_manifest
 from pretrain.errors import ConfigError
 from pretrain.evaluation.catalog import open_tasks
+from pretrain.files import require_writable
 
 
 def preflight(cfg: Config) -> None:
@@ -19,10 +19,7 @@ def preflight(cfg: Config) -> None:
     weights = cfg.checkpoint.initial_weights
     if weights is not None and not Path(weights).is_dir():
         raise ConfigError(f"checkpoint.initial_weights={weights!r}: expected the folder of a checkpoint; it is missing")
-    run_dir = Path(cfg.run.dir).absolute()
-    existing = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"run.dir={cfg.run.dir!r}: expected a folder that can be written; {existing} cannot")
+    require_writable(Path(cfg.run.dir), f"run.dir={cfg.run.dir!r}")
 
 
 def preflight_data(cfg: Config) -> None:

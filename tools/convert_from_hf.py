@@ -46,10 +46,11 @@ def convert(source: Path, out: Path) -> ModelConfig:
         config = load_config(folder / "model.yaml")
         writer = CheckpointWriter(folder, CheckpointConfig(), dump_config(config), Ranks())
         writer.save(_slices(tensors), TrainState())
-        (folder / "tokenizer").mkdir()
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / "tokenizer" / name)
+        files = [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+        if files:
+            (folder / "tokenizer").mkdir()
+        for path in files:
+            shutil.copyfile(path, folder / "tokenizer" / path.name)
     assert config == Config(model=cfg), "model.yaml does not load back equal"
     return cfg
 

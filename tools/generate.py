@@ -27,7 +27,7 @@ from pretrain.hf.modeling_looped import LoopedForCausalLM
 from pretrain.model.cache import LoopCache
 from pretrain.model.looped import LoopedLM
 from tools.hf_format import DTYPES, hf_config, hf_tensors
-from tools.loading import Saved, Trained, read_saved
+from tools.loading import Saved, Trained, check_loops, read_saved
 
 
 @torch.no_grad()
@@ -161,6 +161,7 @@ def main(argv: list[str]) -> int:
         model = for_transformers(saved, dtype=dtype, device="cuda" if cuda else "cpu")
         model.config.cache_mode = args.cache_mode
         settings["num_loops"] = args.num_loops or model.config.num_loops
+        check_loops(saved.config.model, [settings["num_loops"]])
         print(stream(model, saved.tokenizer, args.prompt, settings, args.seed), file=sys.stderr)
     except PretrainError as error:
         print(f"generate: error: {error}", file=sys.stderr)
@@ -174,8 +175,10 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--num-loops {args.num_loops}: expected an integer >= 1")
     if args.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {args.max_new_tokens}: expected an integer >= 1")
-    if args.temperature < 0:
+    if not 0 <= args.temperature < math.inf:
         raise ConfigError(f"--temperature {args.temperature}: expected a number >= 0 (0: the most likely token)")
+    if not 0 <= args.seed < 2**63:
+        raise ConfigError(f"--seed {args.seed}: expected an integer in [0, 2^63)")
     threshold = args.exit_threshold
     if (args.exit_rule == "none") != (threshold is None):
         raise ConfigError(

@@ -25,6 +25,7 @@ import pretrain.hf
 from pretrain.config.model import ModelConfig
 from pretrain.data.manifest import tokenizer_sha256
 from pretrain.errors import CheckpointError, ConfigError
+from pretrain.files import require_writable
 from pretrain.model.cache import LoopCache
 from pretrain.model.looped import LoopedLM
 from tools import hf_check
@@ -65,21 +66,24 @@ class Export:
 def whole_folder(out: Path) -> Iterator[Path]:
     """A hidden folder beside `out` that gets its name at the end; after an exception nothing is left.
 
-    Errors: ConfigError where `out` exists.
+    Errors: ConfigError where `out` exists or cannot be made; CheckpointError where the disk takes no more.
     """
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out}: exists; choose another output folder or move it away")
+    require_writable(out.absolute().parent, str(out))
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     new_parents = [folder for folder in out.absolute().parents if not folder.exists()]
     try:
         partial.mkdir(parents=True)
         yield partial
         os.rename(partial, out)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         for folder in new_parents:
             with contextlib.suppress(OSError):  # another process has put something there
                 folder.rmdir()
+        if isinstance(error, OSError | SafetensorError):
+            raise CheckpointError(f"{out}: not written ({error})") from error
         raise
 
 
@@ -109,7 +113,8 @@ def write_folder(model: Export, folder: Path) -> None:
         ids = _copy_tokenizer(model.tokenizer, folder, cfg)
         config |= ids
         # Documents follow one another with <|bos|> before each, so it also is what ends a text.
-        generation |= ids | {"eos_token_id": [i for i in (ids["bos_token_id"], ids["eos_token_id"]) if i is not None]}
+        ends = [i for i in (ids["bos_token_id"], ids["eos_token_id"]) if i is not None]
+        generation |= ids | {"eos_token_id": ends or None}
         config["tokenizer_sha256"] = tokenizer_sha256(model.tokenizer)
     for path in sorted(CODE.glob("*_looped.py")):
         shutil.copyfile(path, folder / path.name)
@@ -125,8 +130,7 @@ def write_folder(model: Export, folder: Path) -> None:
 
 def _copy_tokenizer(source: Path, folder: Path, cfg: ModelConfig) -> dict[str, int | None]:
     """Copies the tokenizer, with padding on the left as generation needs it; returns the ids of its special tokens."""
-    tokenizer_sha256(source)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
+    tokenizer = read_tokenizer(source)
     if len(tokenizer) > cfg.vocab_size:
         raise ConfigError(
             f"{source}: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {cfg.vocab_size}: expected "
@@ -160,7 +164,7 @@ def write_case(model: Export, path: Path, more_loops: tuple[int, ...] = ()) -> N
         text, tokens = None, torch.randint(cfg.vocab_size, (1, length), generator=generator)
     else:
         text = TEXT
-        tokens = torch.tensor([PreTrainedTokenizerFast.from_pretrained(model.tokenizer)(text)["input_ids"][:length]])
+        tokens = torch.tensor([read_tokenizer(model.tokenizer)(text)["input_ids"][:length]])
     num_loops = cfg.recurrence.default_loops
     case = {f"logits.{loops}": native.logits(tokens, loops) for loops in sorted({1, 2, num_loops, *more_loops})}
     case["prompt"] = tokens[:, : max(1, length // 4)].clone()
@@ -205,6 +209,15 @@ def run_check(cases: Mapping[Path, Path]) -> dict[Path, dict[str, float]]:
 def is_hf_folder(path: Path) -> bool:
     """Whether `path` is a folder with a config.json."""
     return (path / "config.json").is_file()
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer in `folder`. Errors: ConfigError where its files are missing or cannot be read."""
+    tokenizer_sha256(folder)
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as error:  # the library raises bare Exceptions
+        raise ConfigError(f"{folder}: its tokenizer cannot be read ({error}); restore its files") from error
 
 
 def read_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:

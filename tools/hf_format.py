@@ -85,8 +85,10 @@ def model_config(data: Mapping[str, Any], where: str) -> ModelConfig:
             f"{where}: model_type={data.get('model_type')!r}: expected {MODEL_TYPE!r}, as tools/convert_to_hf.py and "
             "tools/import_checkpoint.py write it"
         )
+    training = data.get("training")
+    if not isinstance(training, Mapping):
+        raise ConfigError(f"{where}: training={training!r}: expected an object; export the model again")
     try:
-        training = data["training"]
         model = {name: data[name] for name in _MODEL} | {name: training[name] for name in _TRAINING_MODEL}
         loop = {name: data[name] for name in _LOOP} | {name: training[name] for name in _TRAINING_LOOP}
         derived = {name: data[name] for name in ("num_kv_heads", "head_dim", "qk_norm_eps")}
@@ -101,9 +103,15 @@ def model_config(data: Mapping[str, Any], where: str) -> ModelConfig:
     section = {**model, **derived, **core, "tie_embeddings": tied, "recurrence": loop}
     checked = check_tree({"model": section}, where)["model"]
     try:
-        return ModelConfig(**checked | {"recurrence": RecurrenceConfig(**checked["recurrence"])})
+        cfg = ModelConfig(**checked | {"recurrence": RecurrenceConfig(**checked["recurrence"])})
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+    for name in ("core_num_kv_heads", "state_std"):
+        if data.get(name) != hf_config(cfg)[name]:
+            raise ConfigError(
+                f"{where}: {name}={data.get(name)!r}: expected {hf_config(cfg)[name]!r}, as the other fields have it"
+            )
+    return cfg
 
 
 def _has_vocabulary(name: str) -> bool:

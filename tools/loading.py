@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from pretrain.config.load import load_config
+from pretrain.config.model import ModelConfig
 from pretrain.config.schema import Config
 from pretrain.data.manifest import read_manifest, tokenizer_sha256
 from pretrain.data.sources import tokenizer_folder
@@ -18,7 +20,7 @@ from pretrain.model.imports import parameter_shapes
 from pretrain.model.looped import LoopedLM
 from pretrain.train.checkpoint.find import open_checkpoint
 from pretrain.train.checkpoint.reader import CheckpointReader
-from tools.hf_folder import is_hf_folder, read_folder, read_json
+from tools.hf_folder import is_hf_folder, read_folder, read_json, read_tokenizer
 
 
 class Saved(NamedTuple):
@@ -50,7 +52,8 @@ def read_saved(path: Path, tokenizer: Path | None = None) -> Saved:
 
     No code of an exported model's folder is run. `tokenizer` is a folder to take in place of the exported model's own
     or the one of the run's first data set. Errors: ConfigError for a path of another kind and where there is no
-    tokenizer; CheckpointError for weights that are missing, damaged or of another architecture.
+    tokenizer, or none that marks the beginning of a text; CheckpointError for weights that are missing, damaged or of
+    another architecture.
     """
     if not path.is_dir():
         raise ConfigError(f"{path}: expected the folder of a run, of a checkpoint or of an exported model")
@@ -63,8 +66,12 @@ def read_saved(path: Path, tokenizer: Path | None = None) -> Saved:
             config, step = load_config(reader.config_path), reader.step
             tensors = read_parameters(config, reader)
         folder = tokenizer or tokenizer_folder(config)
-    digest = tokenizer_sha256(folder)
-    return Saved(config, tensors, PreTrainedTokenizerFast.from_pretrained(folder), digest, step)
+    found = read_tokenizer(folder)
+    if found.bos_token_id is None:
+        raise ConfigError(
+            f"{folder}: bos_token=None: expected a tokenizer with a token that begins every text (--tokenizer)"
+        )
+    return Saved(config, tensors, found, tokenizer_sha256(folder), step)
 
 
 def load_model(path: str | Path, *, device: torch.device | str = "cpu", tokenizer: str | Path | None = None) -> Trained:
@@ -78,6 +85,12 @@ def load_model(path: str | Path, *, device: torch.device | str = "cpu", tokenize
     model.load_state_dict(saved.tensors, strict=True, assign=True)
     model.compute_dtype = torch.bfloat16 if saved.config.train.precision == "bf16" else torch.float32
     return Trained(model.to(device).eval(), saved.tokenizer, saved.config, saved.step, saved.tokenizer_sha256)
+
+
+def check_loops(cfg: ModelConfig, num_loops: Sequence[int]) -> None:
+    """ConfigError for loop counts that the model does not have."""
+    if cfg.family == "gpt" and set(num_loops) != {1}:
+        raise ConfigError(f"--num-loops {','.join(map(str, num_loops))}: expected 1, since a gpt has no loops")
 
 
 def data_folder(saved: Saved | Trained, given: Path | None) -> Path:

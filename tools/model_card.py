@@ -12,6 +12,7 @@ from pretrain.config.schema import Config
 from pretrain.data.manifest import MANIFEST_NAME, read_manifest
 from pretrain.train.metrics import METRICS_NAME, read_metrics
 from pretrain.train.state import TrainState
+from tools.hf_folder import read_json
 
 _HEAD = """\
 ---
@@ -81,12 +82,12 @@ def run_card(config: Config, step: int, state: TrainState, run_folder: Path | No
     if run_folder is not None:
         rows = [row for row in read_metrics(run_folder / METRICS_NAME) if "val_loss" in row and row["step"] <= step]
         if rows:
-            losses = {_loops(loops): f"{loss:.4f}" for loops, loss in rows[-1]["val_loss"].items()}
+            found = rows[-1]["val_loss"].items()
+            losses = {_loops(n): "not finite" if loss is None else f"{loss:.4f}" for n, loss in found}
             sections["Validation loss"] = f"Nats per token at step {rows[-1]['step']:,}.\n\n{_table(losses)}"
         environment = run_folder / "environment.json"
         if environment.is_file():
-            command = json.loads(environment.read_text(encoding="utf-8")).get("command_line")
-            sections["Command"] = f"```\n{command}\n```"
+            sections["Command"] = f"```\n{read_json(environment).get('command_line')}\n```"
     sections["Data"] = "\n\n".join(_data(source.path) for source in config.data.all_sources)
     return card(config.model, config.run.name, sections)
 

@@ -237,6 +237,8 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):
         return self.loss_function(logits=logits, labels=labels, vocab_size=size, num_items_in_batch=num_items)
 
     def _usable_cache(self, cache: LoopedCache | None, use_cache: bool | None) -> LoopedCache | None:
+        if self.training and self.is_gradient_checkpointing and (use_cache or cache is not None):
+            raise ValueError("use_cache: expected False where gradient checkpointing runs layers twice")
         if cache is None:
             # Not by default: it holds every loop, and only generation, which asks for it, has a use for it.
             return self.new_cache() if use_cache else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -60,6 +61,8 @@ def test_a_run_becomes_a_folder_and_text_and_a_start_of_training(
     text_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, out, start = save_run(text_config, tmp_path / "run", "parcae"), tmp_path / "out", tmp_path / "start"
+    rows = [{"step": step, "val_loss": {"1": None, "8": 2.5 + step}} for step in (5, 9)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert convert_to_hf.main([str(run), str(out)]) == 0, capsys.readouterr().err
     config = json.loads((out / "config.json").read_text())
     assert config["vocab_size"] == VOCAB_OF_TEXT and config["auto_map"] and config["bos_token_id"] == 0
@@ -69,7 +72,7 @@ def test_a_run_becomes_a_folder_and_text_and_a_start_of_training(
         assert "head.weight" not in file.keys()  # noqa: SIM118
     assert len(config["tokenizer_sha256"]) == 64
     card = (out / "README.md").read_text()
-    for text in ("`parcae`", "7 of 50, 700", "documents", "mean 8, poisson", "pytest"):
+    for text in ("`parcae`", "7 of 50, 700", "documents", "mean 8, poisson", "pytest", "loop | not", "7.5000"):
         assert text in card, text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"], "nothing else is left"
 
@@ -103,9 +106,15 @@ def test_a_failed_check_leaves_nothing(
         assert all(folder.is_dir() and case.is_file() for folder, case in cases.items())
         raise CheckpointError("another model")
 
-    monkeypatch.setattr(hf_folder, "run_check", fail)
-    assert convert_to_hf.main([str(run), str(tmp_path / "out")]) == CheckpointError.exit_code
-    assert "another model" in capsys.readouterr().err
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name, replacement, message in (
+        ("run_check", fail, "another model"), ("save_torch_state_dict", full, "out: not written ([Errno 28] No space"),
+    ):  # fmt: skip
+        monkeypatch.setattr(hf_folder, name, replacement)
+        assert convert_to_hf.main([str(run), str(tmp_path / "out")]) == CheckpointError.exit_code
+        assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -128,6 +137,7 @@ def test_bad_input_is_named_and_nothing_is_written(
     assert "found a model in Hugging Face form" in refused(convert_to_hf, foreign, out)
     assert "--max-shard-size big: expected a size" in refused(convert_to_hf, run, out, "--max-shard-size", "big")
     assert "exists" in refused(convert_to_hf, run, other)
+    assert f"expected a folder that can be written; {file} cannot" in refused(convert_to_hf, run, file / "out")
     assert "tokenizer.json: missing" in refused(convert_to_hf, run, out, "--tokenizer", foreign)
     assert "model_type='llama': expected 'looped'" in refused(convert_from_hf, foreign, out)
     assert "model_type='llama'" in refused(generate, foreign, "--prompt", "the")
@@ -135,6 +145,10 @@ def test_bad_input_is_named_and_nothing_is_written(
     assert "--prompt is empty" in refused(generate, run, "--prompt", " ")
     for loops in ("0", "-1"):
         assert f"--num-loops {loops}: expected an integer >= 1" in refused(generate, run, "--num-loops", loops)
+    for flag, value in (("--temperature", "nan"), ("--temperature", "inf"), ("--seed", "-1")):
+        assert f"{flag} {value}: expected" in refused(generate, run, flag, value)
+    gpt = save_run(text_config, tmp_path / "gpt", "gpt")
+    assert "--num-loops 4: expected 1, since a gpt has no loops" in refused(generate, gpt, "--num-loops", "4")
     assert "expected both, or none" in refused(generate, run, "--exit-rule", "kl")
     for threshold in ("x", "nan"):
         assert f"--exit-threshold {threshold}: expected a number" in refused(
@@ -146,6 +160,8 @@ def test_bad_input_is_named_and_nothing_is_written(
     for field, value, message in (
         ("width", "x", "config.json: model.width='x': expected an integer"),
         ("family", "parcai", "config.json: model.family='parcai'"),
+        ("training", None, "config.json: training=None: expected an object"),
+        ("state_std", 3.0, "config.json: state_std=3.0: expected 0."),
         ("num_heads", 5, "config.json: model.num_kv_heads=2: expected a divisor"),
     ):
         path.write_text(json.dumps(json.loads(sound) | {field: value}))
@@ -243,3 +259,22 @@ def test_the_tokenizer_must_fit(text_config: Path, tmp_path: Path) -> None:
     export = convert_to_hf.load_export(run, "fp32", None, "5GB")
     with pytest.raises(Exception, match="the tokenizer has 270 tokens, the model's vocabulary 269"):
         hf_folder.write_folder(replace(export, cfg=replace(export.cfg, vocab_size=269)), tmp_path)
+
+
+def test_a_tokenizer_without_special_tokens_and_a_damaged_one(
+    text_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Published models may have a tokenizer.json alone: text of theirs has no end, and nothing here begins it."""
+    run, folder, out = save_run(text_config, tmp_path / "run", "parcae"), tmp_path / "bare", tmp_path / "out"
+    export = convert_to_hf.load_export(run, "fp32", None, "5GB")
+    assert export.tokenizer is not None
+    data = json.loads((export.tokenizer / "tokenizer.json").read_text())
+    folder.mkdir(), out.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    hf_folder.write_folder(replace(export, tokenizer=folder), out)
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] is None
+    assert generate.main([str(out), "--prompt", "the"]) == 2
+    assert f"{out}: bos_token=None: expected a tokenizer with a token that begins" in capsys.readouterr().err
+    (folder / "tokenizer.json").write_text(json.dumps(data)[:99])
+    assert convert_to_hf.main([str(run), str(tmp_path / "new"), "--tokenizer", str(folder)]) == 2
+    assert f"{folder}: its tokenizer cannot be read" in capsys.readouterr().err

@@ -73,6 +73,8 @@ def test_checkpointed_layers_give_the_same_gradients() -> None:
             exported.gradient_checkpointing_enable({"use_reentrant": False})
         exported.train()(ids, labels=ids, num_loops=3).loss.backward()
         found.append({name: p.grad for name, p in exported.named_parameters()})
+    with pytest.raises(ValueError, match="use_cache: expected False where gradient checkpointing runs layers twice"):
+        exported(ids, use_cache=True)
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, msg=name)
 
