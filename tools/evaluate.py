@@ -23,16 +23,15 @@ import torch
 import torch.distributed as dist
 
 from pretrain.errors import ConfigError, PretrainError
-from pretrain.evaluation.catalog import open_tasks
+from pretrain.evaluation.catalog import HARNESS_PREFIX, LOSS, open_tasks
 from pretrain.evaluation.requests import Encoder
 from pretrain.evaluation.run import TaskResult, core_by_loops, evaluate
+from pretrain.files import require_writable, write_text
 from pretrain.train.callbacks.validation import usual_loops
 from pretrain.train.inputs import Inputs
 from tools.baselines import split_rows
-from tools.loading import Trained, data_folder, load_model
+from tools.loading import Trained, check_loops, data_folder, load_model
 
-LOSS = "loss"
-HARNESS_PREFIX = "lm_eval:"
 NAME = "evaluation"
 
 
@@ -137,16 +136,16 @@ def plot(results: Sequence[TaskResult], path: Path) -> None:
 
 
 def write(results: Sequence[TaskResult], args: argparse.Namespace, trained: Trained, sec: float) -> None:
-    """The three files of --out."""
+    """The three files of --out; evaluation.json, which says that there are results, is the last."""
     args.out.mkdir(parents=True, exist_ok=True)
     record = {
         "model": str(args.model), "step": trained.step, "num_loops": args.num_loops, "limit": args.limit, "sec": sec,
         "tasks": {r.task: r.to_json() for r in results},
         "core": {str(t): value for t, value in core_by_loops(results).items()},
     }  # fmt: skip
-    (args.out / f"{NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
     (args.out / f"{NAME}.md").write_text(table(results, args.num_loops) + "\n")
     plot(results, args.out / f"{NAME}.png")
+    write_text(args.out / f"{NAME}.json", json.dumps(record, indent=1) + "\n")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -164,7 +163,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="data set of the task `loss` (default: the run's first)")
     parser.add_argument("--tokenizer", type=Path, help="folder (default: the model's, or that of its data)")
     parser.add_argument("--rows", type=int, default=512, help="validation rows of the task `loss` (%(default)s)")
-    parser.add_argument("--limit", type=int, help="documents of each task (default: all)")
+    parser.add_argument("--limit", type=int, help="documents of each task but loss and texts (default: all)")
     parser.add_argument("--batch-tokens", type=int, default=8_192, help="tokens in a batch (%(default)s)")
     args = parser.parse_args(argv)
     for name in ("rows", "limit", "batch_tokens"):
@@ -193,10 +192,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         if args.out.is_file() or (args.out / f"{NAME}.json").exists():
             raise ConfigError(f"--out {args.out}: there are results, or it is a file; expected another folder")
+        require_writable(args.out, f"--out {args.out}")
         trained = load_model(args.model, device=device, tokenizer=args.tokenizer)
         args.num_loops = args.num_loops or usual_loops(trained.config.model)
-        if trained.config.model.family == "gpt" and args.num_loops != [1]:
-            raise ConfigError(f"--num-loops: {args.model} is a gpt, which has no loops; expected 1")
+        check_loops(trained.config.model, args.num_loops)
         if size > 1:
             dist.init_process_group("nccl" if cuda else "gloo")
         started = time.monotonic()

@@ -106,7 +106,9 @@ def run_harness(
         output = simple_evaluate(model, tasks=list(names), limit=limit, task_manager=manager, log_samples=False)
         for task, values in output["results"].items():
             numbers = {k.removesuffix(",none"): v for k, v in values.items() if isinstance(v, float)}
-            found.setdefault(task, {})[loops] = {k: v for k, v in numbers.items() if "stderr" not in k}
+            scores = {k: v for k, v in numbers.items() if "stderr" not in k}
+            if scores:  # a group without a metric of its own has none
+                found.setdefault(task, {})[loops] = scores
     results = []
     for task, by_loops in found.items():
         asked, headline = model.asked.get(task, {}), next(iter(by_loops[model.num_loops[0]]))

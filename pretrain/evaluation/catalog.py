@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from pretrain.evaluation.tasks import read_request_task, read_text_task
 
 CORE = "core"
 TEXT_PREFIX = "text:"
+LOSS, HARNESS_PREFIX = "loss", "lm_eval:"
+"""Tasks of tools/evaluate.py alone."""
 
 
 def open_tasks(names: Sequence[str], task_data: str | None, core_bundle: str | None, limit: int | None) -> list[Task]:
@@ -30,10 +33,16 @@ def open_tasks(names: Sequence[str], task_data: str | None, core_bundle: str | N
             if not path.exists():
                 raise ConfigError(f"task {name!r}: no such file or folder")
             tasks.append(read_text_task(path))
+        elif name == LOSS or name.startswith(HARNESS_PREFIX):
+            raise ConfigError(f"task {name!r}: tools/evaluate.py has it; during training the validation gives the loss")
         elif task_data is None:
             raise ConfigError(f"task {name!r}: it needs the folder that holds the tasks' requests (task_data)")
         else:
             tasks.append(read_request_task(Path(task_data), name, limit))
-    if len({task.name for task in tasks}) < len(tasks):
-        raise ConfigError(f"tasks {', '.join(names)}: one of them comes twice")
+    counts = Counter(task.name for task in tasks)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ConfigError(
+            f"tasks {', '.join(names)}: {twice[0]!r} comes twice, but results go by this name: leave one out, or "
+            "rename its file or folder"
+        )
     return tasks

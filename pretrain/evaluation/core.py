@@ -69,7 +69,8 @@ class CoreTask:
         item, shots = self.items[number], "".join(self._example(shot) for shot in self._shots(number))
         if self.kind == "multiple_choice":
             ids = [encoder.ids(shots + item["query"] + self.delimiter + choice) for choice in item["choices"]]
-            start = common_prefix(ids)
+            # Of a choice that another one begins with nothing would be left (two of PIQA's items): its last token is.
+            start = min(common_prefix(ids), max(0, min(map(len, ids)) - 1))
             return [encoder.tail(own, start) for own in ids]
         if self.kind == "schema":
             end = self.delimiter + item["continuation"]
@@ -124,7 +125,7 @@ class _Entry(NamedTuple):
 def _read_entries(path: Path) -> list[_Entry]:
     try:
         data: Any = OmegaConf.to_container(OmegaConf.load(path))
-        return [
+        entries = [
             _Entry(
                 str(entry["label"]), str(entry["icl_task_type"]), str(entry["dataset_uri"]),
                 int(entry["num_fewshot"][0]), str(entry.get("continuation_delimiter", " ")),
@@ -135,17 +136,24 @@ def _read_entries(path: Path) -> list[_Entry]:
         raise ConfigError(
             f"{path}: not a list of icl_tasks with all fields ({type(error).__name__}: {error})"
         ) from error
+    if not entries:
+        raise ConfigError(f"{path}: icl_tasks=[]: expected at least one task")
+    return entries
 
 
 def _read_baselines(path: Path) -> dict[str, float]:
     """Accuracy at chance by the task's label."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            return {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(file)}
+            baselines = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(file)}
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path}: expected columns `Eval Task` and `Random baseline` with a number ({error!r})"
         ) from error
+    for label, baseline in baselines.items():
+        if not 0 <= baseline < 1:
+            raise ConfigError(f"{path}: {label}: Random baseline {100 * baseline:g}: expected percent in [0, 100)")
+    return baselines
 
 
 def _read_items(path: Path, kind: str) -> list[dict[str, Any]]:
@@ -158,13 +166,26 @@ def _read_items(path: Path, kind: str) -> list[dict[str, Any]]:
             item = json.loads(line)
         except ValueError as error:
             raise ConfigError(f"{where}: not JSON ({error})") from error
-        missing = [name for name in FIELDS[kind] if name not in item]
-        if missing:
-            raise ConfigError(f"{where}: no field {missing[0]!r}; {kind} needs {', '.join(FIELDS[kind])}")
-        if kind in OPTIONS and item["gold"] not in range(len(item[OPTIONS[kind]])):
-            raise ConfigError(f"{where}: gold={item['gold']!r}: expected the place of one of {OPTIONS[kind]}, from 0")
+        _check_item(item, kind, where)
         items.append(item)
     return items
+
+
+def _check_item(item: Any, kind: str, where: str) -> None:
+    """ConfigError unless `item` has the fields of its kind: texts, a list of texts, the place of one of them."""
+    missing = [name for name in FIELDS[kind] if not isinstance(item, dict) or name not in item]
+    if missing:
+        raise ConfigError(f"{where}: no field {missing[0]!r}; {kind} needs {', '.join(FIELDS[kind])}")
+    options = OPTIONS.get(kind)
+    for name in FIELDS[kind]:
+        value = item[name]
+        if name == options:
+            if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+                raise ConfigError(f"{where}: {name}={value!r}: expected a list of texts")
+        elif name != "gold" and not isinstance(value, str):
+            raise ConfigError(f"{where}: {name}={value!r}: expected a text")
+    if options is not None and item["gold"] not in range(len(item[options])):
+        raise ConfigError(f"{where}: gold={item['gold']!r}: expected the place of one of {options}, from 0")
 
 
 def _read_task(bundle: Path, entry: _Entry, baselines: dict[str, float], limit: int | None) -> CoreTask:

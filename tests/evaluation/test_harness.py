@@ -57,6 +57,7 @@ def task_files(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
         source = {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
         # JSON is YAML.
         (tmp_path / f"{name}.yaml").write_text(json.dumps(source | {"test_split": "test"} | task))
+    (tmp_path / "my_group.yaml").write_text(json.dumps({"group": "my_group", "task": list(TASKS)}))
     return tmp_path
 
 
@@ -84,7 +85,7 @@ def test_the_harness_sees_what_our_own_tasks_see(
         patch.setattr(trained.model, "loop_scores", counted)
         manager = harness.open_harness(list(TASKS), str(task_files))
         view = harness.LoopedHarnessModel(trained, encoder, [1, 3], **common)
-        found = harness.run_harness(view, list(TASKS), manager, None)
+        found = harness.run_harness(view, ["my_group"], manager, None)  # without a metric of its own
     results = {result.task: result.by_loops for result in found}
     assert {result.task: result.num_requests for result in found} == {
         "lm_eval:my_choice": 13, "lm_eval:my_text": 6, "lm_eval:my_answer": 6

@@ -105,21 +105,19 @@ def test_every_layout_scores_what_the_tool_scores(folder: Path, capsys: pytest.C
     assert evaluate.main(other) == 2 and "made with the model's tokenizer" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_bad_tasks(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(folder / "run.yaml", tmp_path / "run", "train.max_steps=1", "evaluation.tasks=[]").check()
+    out, file = tmp_path / "out", tmp_path / "file"
+    file.write_text("")
+    for arguments, message in (
         (("--tasks", "choise"), "unknown task 'choise'"),
         (("--tasks", "core", "--core-bundle", "/nowhere"), "core.yaml: not there"),
         (("--tasks", "text:/nowhere"), "no such file"),
-    ],
-)
-def test_bad_tasks(
-    arguments: tuple[str, ...], message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = train(folder / "run.yaml", tmp_path / "run", "train.max_steps=1", "evaluation.tasks=[]").check()
-    out = tmp_path / "out"
-    assert evaluate.main([str(run.folder), *arguments, "--task-data", str(folder / "tasks"), "--out", str(out)]) == 2
-    assert message in capsys.readouterr().err and not out.exists()
+        (("--tasks", "loss", "--out", str(file / "out")), f"expected a folder that can be written; {file} cannot"),
+    ):
+        tasks = ["--task-data", str(folder / "tasks"), "--out", str(out), *arguments]
+        assert evaluate.main([str(run.folder), *tasks]) == 2
+        assert message in capsys.readouterr().err and not out.exists()
 
 
 def test_a_task_that_comes_twice(capsys: pytest.CaptureFixture[str]) -> None:

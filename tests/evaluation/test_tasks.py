@@ -75,12 +75,15 @@ def test_texts_are_scored_token_by_token(encoder: Encoder, model: LoopedLM, tmp_
         window = torch.tensor([[bos, *ids[start : start + 48]]])
         nats += float(model.loop_losses(window[:, :-1], window[:, 1:], [2]).double().sum())
     assert result.by_loops[2]["bpb"] == pytest.approx(nats / math.log(2) / len(text), rel=1e-6)
+    assert result.by_loops[2]["loss"] == pytest.approx(nats / len(ids), rel=1e-6)
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         ([{"doc_id": 1}], "line 1: not a request"),
+        ([request(0, 0, "")], "line 1: not a request .*expected texts, the second not empty"),
+        ([request(0, 0, [" a"])], "line 1: not a request .*expected texts"),  # type: ignore[arg-type]
         ([request(0, 0, " a"), request(0, 2, " b")], r"choices \[0, 2\]"),
         ([request(0, 0, " a", 5), request(0, 1, " b", 5)], "label 5"),
         ([request(1_000_000, 0, " a")], "no request with a context"),
@@ -111,10 +114,11 @@ def test_unknown_names(tmp_path: Path) -> None:
         read_request_task(tmp_path, "piqa")
     for names, message in (
         (["piqa/rc"], "task_data"), (["core"], "core_bundle"), (["text:/nowhere"], "no such file"),
+        (["loss"], "tools/evaluate.py has it"), (["lm_eval:piqa"], "tools/evaluate.py has it"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             open_tasks(names, None, None, None)
-    with pytest.raises(ConfigError, match="twice"):
+    with pytest.raises(ConfigError, match="'piqa/rc' comes twice"):
         open_tasks(["piqa/rc", "piqa/rc"], str(tmp_path), None, None)
 
 
@@ -170,6 +174,15 @@ def test_the_prompts_of_each_kind(bundle: Path, encoder: Encoder) -> None:
     assert context.endswith("runs") and continuation == " to the sea"
 
 
+def test_a_choice_that_another_one_begins_with_keeps_its_last_token(encoder: Encoder) -> None:
+    """As in two items of PIQA."""
+    item = {"query": "Where?", "choices": ["in the north and south", "in the north"], "gold": 0}
+    task = CoreTask("prefix", "multiple_choice", [item], 0, " ", 0.5)
+    whole, beginning = task.requests(encoder)
+    assert whole.start == beginning.start == len(beginning.tokens) - 1
+    assert whole.tokens[: len(beginning.tokens)] == beginning.tokens
+
+
 def test_core_metrics(bundle: Path) -> None:
     choice, schema, language = read_core(bundle)
     golds = [item["gold"] for item in choice.items]
@@ -198,6 +211,9 @@ def test_a_broken_bundle(bundle: Path) -> None:
         ('{"continuation": "x", "gold": 0}', "line 1: no field 'context_options'"),
         ('{"context_options": ["a", "b"], "continuation": "x", "gold": 2}', "line 1: gold=2: expected the place"),
         ('\n{"context_options":', "line 2: not JSON"),
+        ("5", "line 1: no field 'context_options'"),
+        ('{"context_options": "ab", "continuation": "x", "gold": 0}', "line 1: context_options='ab': expected a list"),
+        ('{"context_options": ["a"], "continuation": null, "gold": 0}', "line 1: continuation=None: expected a text"),
     ):
         path.write_text(text + "\n")
         with pytest.raises(ConfigError, match=rf"schema.jsonl, {message}"):
@@ -208,6 +224,9 @@ def test_a_broken_bundle(bundle: Path) -> None:
     (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\n")
     with pytest.raises(ConfigError, match="no line for the task 'my_multiple_choice'"):
         read_core(bundle)
+    (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\nmy_schema,100\n")
+    with pytest.raises(ConfigError, match=r"my_schema: Random baseline 100: expected percent in \[0, 100\)"):
+        read_core(bundle)
     (bundle / "eval_meta_data.csv").write_text("Task,Chance\nmy_schema,50\n")
     with pytest.raises(ConfigError, match=r"eval_meta_data.csv: expected columns `Eval Task`"):
         read_core(bundle)
@@ -216,6 +235,9 @@ def test_a_broken_bundle(bundle: Path) -> None:
         (bundle / "core.yaml").write_text(text)
         with pytest.raises(ConfigError, match=r"core.yaml: not a list of icl_tasks"):
             read_core(bundle)
+    (bundle / "core.yaml").write_text("icl_tasks: []")
+    with pytest.raises(ConfigError, match="expected at least one task"):
+        read_core(bundle)
     (bundle / "core.yaml").unlink()
     with pytest.raises(ConfigError, match=r"core.yaml: not there"):
         read_core(bundle)
