@@ -226,6 +226,11 @@ def _predict(args: argparse.Namespace) -> None:
     constants = constants_from(args.source, args.law, args.size, reading)
     require(args.config is not None, "--config", None, "the YAML file of the model, or --run")
     cfg = load_config(args.config)
+    if cfg.model.family == "gpt":
+        for name in ("mean_loops", "num_loops", "flops", "target_loss", "latency_ms"):
+            value = getattr(args, name)
+            require(value is None or (value == 1 and name.endswith("loops")), "--" + name.replace("_", "-"), value,
+                    "none, since model.family=gpt runs each layer once: no loops can be chosen")  # fmt: skip
     print(f"{constants.name}: {constants.law.formula}")
     if args.flops is not None:
         best = best_for_budget(constants, cfg, args.flops)

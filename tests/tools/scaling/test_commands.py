@@ -119,6 +119,9 @@ def test_published_constants(capsys: pytest.CaptureFixture[str]) -> None:
     assert "extrapolates: mean_loops = 8, the data cover 1 to 1" in unlooped.extrapolations({"mean_loops": 8})
     assert main(["predict", "--published-rows"]) == 0
     assert "| parcae_370m | parcae_370m | 2.6735 | +0.26% |" in capsys.readouterr().out
+    gpt = ["predict", "--from", "parcae_140m", "--config", str(TINY.with_name("gpt_140m.yaml"))]
+    assert main(gpt) == 0 and main([*gpt, "--flops", "1e18"]) == 2
+    assert "--flops=1e+18: expected none, since model.family=gpt" in capsys.readouterr().err
 
 
 def test_commands_of_prediction(folder: Path, written: Written, capsys: pytest.CaptureFixture[str]) -> None:
