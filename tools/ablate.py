@@ -43,7 +43,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from launchers.slurm import is_finished
-from pretrain.config.load import load_config
+from pretrain.config.load import diff_configs, dump_config, load_config
 from pretrain.config.schema import Config
 from pretrain.errors import STOPPED_EXIT_CODE, ConfigError, DistributedError, PretrainError, TrainingError
 from pretrain.files import write_text
@@ -148,17 +148,36 @@ def train(experiment: Experiment, trial: Trial, minutes: float | None) -> bool:
     return code == 0
 
 
-def earlier_record(trial: Trial, out: Path) -> Record | None:
-    """The trial's record of an earlier call, or None. Errors: ConfigError where it is of other settings."""
+def keep_config(experiment: Experiment, out: Path) -> None:
+    """Leaves the configuration in OUT/config.yaml. Errors: ConfigError where OUT was begun with another."""
+    path, own = out / "config.yaml", load_config(experiment.config)
+    if not path.is_file():
+        write_text(path, dump_config(own))
+    elif changes := diff_configs(load_config(path), own):
+        key, old, new = changes[0]
+        raise ConfigError(
+            f"{experiment.config}: {key}={new!r}, but the runs in {out} were begun with {old!r} ({len(changes)} such "
+            "changes): choose another --out"
+        )
+
+
+def earlier_record(experiment: Experiment, trial: Trial, out: Path) -> Record | None:
+    """The trial's record of an earlier call, or None. Errors: ConfigError where it is damaged or of other settings."""
     path = _record_path(trial, out)
     if not path.is_file():
         return None
-    record: Record = json.loads(path.read_text())
-    if record["overrides"] != trial.overrides:
+    try:
+        record: Record = json.loads(path.read_text())
+        before = record["overrides"]
+        loops = experiment.loops if "diverged" in record else len(record["loss"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: no record of a run ({error!r}); delete it to measure the run again") from error
+    if before != trial.overrides:
         raise ConfigError(
-            f"{path}: measured with {' '.join(record['overrides'])}, now asked for {' '.join(trial.overrides)}: "
-            "choose another --out"
+            f"{path}: measured with {' '.join(before)}, now asked for {' '.join(trial.overrides)}: choose another --out"
         )
+    if loops not in (1, experiment.loops):  # 1: a gpt
+        raise ConfigError(f"{path}: measured with loops={loops}, now loops={experiment.loops}: choose another --out")
     return record
 
 
@@ -325,10 +344,11 @@ def _growth(records: list[Record]) -> Figure:
 
 def run(experiment: Experiment, trials: list[Trial], out: Path, minutes: float | None, in_process: bool = False) -> int:
     """Trains, measures and reports what is missing; returns the exit code."""
+    keep_config(experiment, out)
     end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     records, stopped = [], False
     for trial in trials:
-        record = earlier_record(trial, out)
+        record = earlier_record(experiment, trial, out)
         if record is None and not stopped:
             left = (end - time.monotonic()) / 60
             limit = None if math.isinf(left) else left
@@ -357,6 +377,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", type=Path, metavar="SWEEP", help="write the runs for launchers/slurm.py --array")
     args, overrides = parser.parse_known_args(arguments)
     try:
+        if args.minutes is not None and not args.minutes > 0:
+            raise ConfigError(f"--minutes {args.minutes:g}: expected a number > 0")
         experiment = restricted(read_experiment(args.experiment), args.only)
         trials = trials_of(experiment, args.out, overrides)
         if args.list is not None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from data_prep.verify_shards import read_rows
 from pretrain.data.manifest import read_manifest, read_shards
+from pretrain.errors import ConfigError
 
 Rows = NDArray[np.int64]
 DISCOUNTS = tuple(i / 20 for i in range(1, 20))
@@ -29,9 +30,15 @@ HELD_OUT_SHARE = 20
 def split_rows(folder: str | Path, split: str) -> Rows:
     """All rows of a split, int64 [rows, row_tokens], with their hashes checked; row r predicts row[1:] from row[:-1].
 
-    Errors: ConfigError for a folder that is no data set, DataError naming a shard that is missing or wrong.
+    Errors: ConfigError for a folder that is no data set or has no such rows, DataError naming a shard that is missing
+    or wrong.
     """
     manifest = read_manifest(folder)
+    if split not in manifest.splits or not manifest.splits[split].rows:
+        raise ConfigError(
+            f"{folder}: the data set has no {split} rows; build it with data_prep/build_shards.py and a "
+            "--validation-fraction > 0"
+        )
     shards = read_shards(folder, manifest, split)
     return np.concatenate([read_rows(shard, manifest) for shard in shards]).astype(np.int64)
 

@@ -10,6 +10,7 @@ side by side. docs/readout_blind_spot.md says how to read it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import math
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config.loss import LossConfig
-from pretrain.data.manifest import read_manifest
+from pretrain.data.manifest import TokenizerInfo, read_manifest
 from pretrain.diagnostics.interventions import Clamp, Noise, RemoveRadial, ZeroSubspace
 from pretrain.diagnostics.linear import linear_parts
 from pretrain.diagnostics.measure import (
@@ -37,15 +38,16 @@ from pretrain.diagnostics.measure import (
     trace_loops,
     variance_shares,
 )
-from pretrain.diagnostics.training import gradient_oscillation, loss_spikes, repetition_rate
+from pretrain.diagnostics.training import WINDOW_STEPS, gradient_oscillation, loss_spikes, repetition_rate
 from pretrain.errors import CheckpointError, ConfigError, PretrainError
 from pretrain.files import write_text
 from pretrain.model.looped import Edit, LoopedLM
 from pretrain.model.subspace import Directions, readout_directions
+from pretrain.train.checkpoint.folders import checkpoints_folder
 from pretrain.train.metrics import METRICS_NAME, read_metrics
 from tools.baselines import split_rows
 from tools.generate import generate
-from tools.hf_folder import is_hf_folder, read_folder
+from tools.hf_folder import is_hf_folder, read_folder, read_json
 from tools.loading import load_model
 
 SCALES = (0.1, 0.3, 0.5, 1.0, 2.0, 3.0, 10.0)
@@ -82,6 +84,9 @@ class Opened:
     model: LoopedLM
     loss: LossConfig | None = None
     step: int | None = None
+    tokenizer_sha256: str | None = None
+    within_documents: bool = False
+    """Whether attention kept within documents during training."""
 
 
 def open_model(path: Path, tokenizer: Path, device: torch.device | str) -> Opened:
@@ -91,17 +96,22 @@ def open_model(path: Path, tokenizer: Path, device: torch.device | str) -> Opene
         with torch.device("meta"):
             model = LoopedLM(cfg)
         model.load_state_dict(tensors, strict=True, assign=True)
-        return Opened(model.to(device).eval())
+        return Opened(model.to(device).eval(), tokenizer_sha256=read_json(path / "config.json").get("tokenizer_sha256"))
     trained = load_model(path, device=device, tokenizer=tokenizer)
-    return Opened(trained.model, trained.config.loss, trained.step)
+    data = trained.config.data
+    own = None
+    with contextlib.suppress(ConfigError):  # the data of the training need not be on this machine
+        own = read_manifest(data.all_sources[0].path, shards_are_local=False).tokenizer.sha256
+    return Opened(trained.model, trained.config.loss, trained.step, own, data.mask_document_boundaries)
 
 
 class Measurement:
     """One model on the rows of one data set. `record` is everything, ready for JSON."""
 
-    def __init__(self, name: str, opened: Opened, rows: Tensor, settings: Settings, run_folder: Path) -> None:
+    def __init__(self, name: str, opened: Opened, rows: Tensor, settings: Settings, run: Path | None) -> None:
+        """`run` is the folder that has metrics of the training; None where there is none."""
         self.name, self.model, self.loss, self.step = name, opened.model, opened.loss, opened.step
-        self.settings, self.run_folder = settings, run_folder
+        self.settings, self.run = settings, run
         self.can_loop = self.model.cfg.family != "gpt"
         self.num_loops = settings.loops if self.can_loop else 1
         self.trained_loops = self.model.cfg.recurrence.default_loops
@@ -109,8 +119,15 @@ class Measurement:
         cut = rows[:, : self.model.cfg.context_length + 1].to(device)
         self.batches: list[Rows] = [(part[:, :-1], part[:, 1:]) for part in cut.split(settings.batch_rows)]
         self.directions: Directions = readout_directions(self.model)
-        self.count = min(settings.subspace, len(self.directions.values) // 2)
+        self.count = settings.subspace
+        if self.count > (most := len(self.directions.values) // 2):
+            raise ConfigError(f"--subspace={self.count}: expected at most {most}, half of the state's width in {name}")
         self.skipped: dict[str, str] = {}
+        if opened.within_documents:
+            self.skipped["documents"] = (
+                "trained with data.mask_document_boundaries=true; attention crosses the borders of documents here, so "
+                "losses differ from the validation losses of the run"
+            )
 
     @property
     def sample(self) -> Rows:
@@ -122,16 +139,16 @@ class Measurement:
         """Everything that applies; `skipped` says by section what does not, and why."""
         if not self.can_loop:
             reason = "the model runs each layer once (family gpt)"
-            self.skipped = dict.fromkeys(("updates", "edits", "interventions"), reason)
+            self.skipped |= dict.fromkeys(("updates", "edits", "interventions"), reason)
         elif self.num_loops == 1:
-            self.skipped = dict.fromkeys(("updates", "edits"), "--loops 1: there is no second loop to compare with")
+            self.skipped |= dict.fromkeys(("updates", "edits"), "--loops 1: there is no second loop to compare with")
         record = self._about() | self._by_loop() | self._exact() | self._frontier()
         record["scale"] = dict(
             zip(map(str, SCALES), scale_sensitivity(self.model, self.batches, self.read_loops, SCALES), strict=True)
         )
         record["edits"] = {} if "edits" in self.skipped else self._edits()
         record["interventions"] = [] if "interventions" in self.skipped else list(self._interventions())
-        record["generation"] = list(self._generation())
+        record["generation"] = list(self._generation(record["loss"]))
         record["training"] = self._training()
         return record | {"skipped": self.skipped}
 
@@ -217,7 +234,7 @@ class Measurement:
             change = logit_change(self.model, self.sample[0], self.read_loops, edit)
             yield {"subspace": subspace, "edit": what, "loss_change": float(loss - base), "logit_change": change}
 
-    def _generation(self) -> Iterator[Record]:
+    def _generation(self, losses_by_loop: list[float]) -> Iterator[Record]:
         """Sampled at temperature 1, at each K: repetition, and the second half's loss and norm against the first's."""
         prompts = self.batches[0][0][:, :PROMPT_TOKENS]
         count = min(self.settings.new_tokens, self.model.cfg.context_length - PROMPT_TOKENS)
@@ -225,6 +242,9 @@ class Measurement:
             self.skipped["generation"] = f"{max(count, 0)} new tokens (of the context or --new-tokens), 16 are needed"
             return
         for k in range(1, self.num_loops + 1):
+            if not math.isfinite(losses_by_loop[k - 1]):
+                self.skipped["generation"] = f"the loss after {k} loops is not finite, so nothing can be drawn there"
+                continue
             tokens = generate(self.model, prompts, count, num_loops=k, seed=0)
             trace = trace_loops(self.model, [(tokens[:, :-1], tokens[:, 1:])], k)
             losses, norms = (x[-1].view(len(tokens), -1)[:, PROMPT_TOKENS:] for x in (trace.loss, trace.norm))
@@ -237,19 +257,23 @@ class Measurement:
             }
 
     def _training(self) -> Record:
-        """From the run's metrics.jsonl, where the model is in its run's folder."""
-        metrics = read_metrics(self.run_folder / METRICS_NAME)
+        """From the run's metrics.jsonl up to the checkpoint, where the model is in its run's folder."""
+        if self.run is None:
+            self.skipped["training"] = "an exported model's folder has no metrics of its training"
+            return {}
+        end = math.inf if self.step is None else self.step
+        metrics = [row for row in read_metrics(self.run / METRICS_NAME) if row["step"] <= end]
         steps = [row for row in metrics if row.get("grad_norm") is not None]
         probes = [row for row in metrics if "probe_norm" in row]
         if len(steps) < 2:
-            self.skipped["training"] = f"{self.run_folder / METRICS_NAME} has no gradient norms"
+            self.skipped["training"] = f"{self.run / METRICS_NAME} has no gradient norms up to the checkpoint"
             return {}
         norms = [float(row["grad_norm"]) for row in steps]
         losses = [math.nan if row["loss"] is None else float(row["loss"]) for row in steps]
         return {
             "steps": [row["step"] for row in steps],
             "grad_norms": norms,
-            "oscillation": [gradient_oscillation(norms[: i + 1]) for i in range(len(norms))],
+            "oscillation": [gradient_oscillation(norms[max(0, i - WINDOW_STEPS) : i + 1]) for i in range(len(norms))],
             "spikes": [steps[i]["step"] for i in loss_spikes(losses)],
             "norms": [{"step": row["step"], **row["probe_norm"]} for row in probes],
             "grad_norm_parts": probes[-1].get("grad_norm_parts", {}) if probes else {},
@@ -267,32 +291,41 @@ def _now(tokens: Tensor) -> float:
     return time.perf_counter()
 
 
-def read_rows(data: Path, count: int) -> tuple[Tensor, Path, int]:
-    """(validation rows int64 [count, row_tokens], the tokenizer's folder, its vocabulary) of a data set.
+def read_rows(data: Path, count: int) -> tuple[Tensor, TokenizerInfo]:
+    """(validation rows int64 [at most count, row_tokens], the tokenizer) of a data set.
 
-    Errors: ConfigError where it is none or its validation split is empty, DataError for a broken shard.
+    Errors: ConfigError where it is none or has no validation rows, DataError for a broken shard.
     """
-    manifest = read_manifest(data)
-    if not manifest.splits["validation"].rows:
-        raise ConfigError(f"--data {data}: its validation split has no rows; build it with a --validation-fraction > 0")
     rows = split_rows(data, "validation")[:count]
-    return torch.from_numpy(rows), data / manifest.tokenizer.path, manifest.tokenizer.vocab_size
+    return torch.from_numpy(rows), read_manifest(data).tokenizer
 
 
 def measure(path: Path, name: str, data: Path, settings: Settings, device: torch.device | str = "cpu") -> Record:
     """The record of one model. Errors: CheckpointError and ConfigError of what cannot be measured, with the reason."""
-    rows, tokenizer, vocab_size = read_rows(data, settings.rows)
-    opened = open_model(path, tokenizer, device)
-    _check(opened.model, path, data, vocab_size)
-    run_folder = path if (path / METRICS_NAME).is_file() else path.parent.parent
-    return Measurement(name, opened, rows, settings, run_folder).record()
+    rows, tokenizer = read_rows(data, settings.rows)
+    opened = open_model(path, data / tokenizer.path, device)
+    _check(opened, path, data, tokenizer)
+    return Measurement(name, opened, rows, settings, _run_of(path)).record()
 
 
-def _check(model: LoopedLM, path: Path, data: Path, vocab_size: int) -> None:
-    if vocab_size > model.cfg.vocab_size:
+def _run_of(path: Path) -> Path | None:
+    """The run's folder of a run or of one of its checkpoints; None for a folder in Hugging Face form."""
+    if is_hf_folder(path):
+        return None
+    return path if checkpoints_folder(path).is_dir() else path.resolve().parent.parent
+
+
+def _check(opened: Opened, path: Path, data: Path, tokenizer: TokenizerInfo) -> None:
+    model = opened.model
+    if tokenizer.vocab_size > model.cfg.vocab_size:
         raise ConfigError(
-            f"--data {data}: its tokenizer has {vocab_size} tokens, the model in {path} {model.cfg.vocab_size}: give a "
-            "data set made with the model's own tokenizer"
+            f"--data {data}: its tokenizer has {tokenizer.vocab_size} tokens, the model in {path} "
+            f"{model.cfg.vocab_size}: give a data set made with the model's own tokenizer"
+        )
+    if opened.tokenizer_sha256 not in (None, tokenizer.sha256):
+        raise ConfigError(
+            f"--data {data}: its tokenizer.json has sha256 {tokenizer.sha256}, that of the model in {path} "
+            f"{opened.tokenizer_sha256}: give a data set made with the model's own tokenizer"
         )
     broken = [name for name, p in model.named_parameters() if not p.isfinite().all()]
     if broken:
@@ -314,7 +347,8 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools.blindspot"
     )
     defaults = Settings()
-    parser.add_argument("models", type=Path, nargs="+", metavar="MODEL", help="folder of a run or of a checkpoint")
+    what = "folder of a run, of a checkpoint or of an exported model"
+    parser.add_argument("models", type=Path, nargs="+", metavar="MODEL", help=what)
     parser.add_argument("--data", type=Path, required=True, help="data set whose validation split is measured on")
     parser.add_argument("--out", type=Path, required=True, help="folder of the report")
     parser.add_argument("--overwrite", action="store_true", help="replace a report that OUT holds")
@@ -331,8 +365,12 @@ def main(arguments: list[str] | None = None) -> int:
         for name, value in asdict(settings).items():
             if value < (name != "new_tokens"):
                 raise ConfigError(f"--{name.replace('_', '-')}={value}: expected a positive integer")
-        if (args.out / "report.json").exists() and not args.overwrite:
+        if args.out.exists() and not args.out.is_dir():
+            raise ConfigError(f"--out {args.out}: it is a file; expected a folder for the report")
+        if any((args.out / name).exists() for name in ("report.json", "report.html")) and not args.overwrite:
             raise ConfigError(f"--out {args.out}: it holds a report; --overwrite replaces it")
+        if absent := [path for path in args.models if not path.is_dir()]:  # before minutes go into the others
+            raise ConfigError(f"{absent[0]}: expected the folder of a run, of a checkpoint or of an exported model")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         records = []
         for path, name in zip(args.models, names_of(args.models), strict=True):
@@ -353,8 +391,7 @@ def write_report(out: Path, data: Path, settings: Settings, records: list[Record
     tree = {"data": str(data), "settings": asdict(settings), "models": records}
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "report.json", json.dumps(finite(tree), indent=1, allow_nan=False) + "\n")
-    subtitle = f"Validation rows of {data}: {records[0]['rows']} rows of {records[0]['row_tokens']} tokens."
-    return write_page(out, "Readout blind spot", subtitle, sections(records))
+    return write_page(out, "Readout blind spot", f"Measured on validation rows of {data}.", sections(records))
 
 
 def finite(value: Any) -> Any:

@@ -36,15 +36,19 @@ def _notes(records: list[Record], section: str) -> list[str]:
 
 def _models(records: list[Record]) -> Section:
     columns = ["model", "family", "readout", "objective", "norm penalty", "inter-loop norm", "parameters", "step",
-               "trained loops", "computed in"]  # fmt: skip
+               "trained loops", "computed in", "rows", "tokens of a row"]  # fmt: skip
     rows = [
         [
             r["name"], r["family"], r["readout"], r["objective"], r["norm_penalty"], str(r["interloop_norm"]).lower(),
             r["parameters"], r["step"], r["trained_loops"], f"{r['compute_dtype']} on {r['device']}",
+            r["rows"], r["row_tokens"],
         ]
         for r in records
     ]  # fmt: skip
-    return Section("Models", "What was loaded, and how it was trained.", tables=[Table(columns, rows)])
+    return Section(
+        "Models", "What was loaded, how it was trained, and the rows that it was measured on.",
+        tables=[Table(columns, rows)], notes=_notes(records, "documents"),
+    )  # fmt: skip
 
 
 def _norms(records: list[Record]) -> Section:
@@ -247,7 +251,7 @@ def _training(records: list[Record]) -> Section:
              len(r["training"]["spikes"]), ", ".join(map(str, r["training"]["spikes"][:8]))]
             for r in trained
         ]  # fmt: skip
-        columns = ["model", "oscillation, last 100 steps", "largest gradient norm", "loss spikes", "at steps"]
+        columns = ["model", "oscillation, last 100 steps", "largest gradient norm", "loss spikes", "first eight at"]
         tables.append(Table(columns, rows))
         figures |= _probed_norms(trained)
         parts = [[r["name"], *item] for r in trained for item in r["training"]["grad_norm_parts"].items()]

@@ -68,7 +68,7 @@ class LossConfig:
     contrastive_temperature: float = 0.1
     """tau of contrastive."""
     contrastive_tokens: int = 256
-    """Evenly spaced positions of a row that contrastive compares."""
+    """Evenly spaced positions of a row that contrastive compares; all of them in a shorter row."""
     subspace_penalty: float = 0.0
     """Weight of mean_t mean(||U^T h_t||^2 / d), U the directions that the readout reads least."""
     subspace_rank: int = 8

@@ -116,7 +116,14 @@ def _check_loss(cfg: Config) -> None:
     require(
         exits or loss.exit_entropy == 0, "loss.exit_entropy", loss.exit_entropy, "0, or loss.objective=exit_weighted"
     )
-    lags = {"state_prediction": loss.state_prediction_loops, "contrastive": 1, "loop_heads": 1}
+    width = cfg.model.width_of("core")
+    require(
+        loss.subspace_penalty == 0 or loss.subspace_rank <= width, "loss.subspace_rank", loss.subspace_rank,
+        f"at most {width}, the width of the state; loss.norm_penalty takes all directions",
+    )  # fmt: skip
+    lags = {
+        "state_prediction": loss.state_prediction_loops, "contrastive": 1, "loop_heads": auxiliary.loop_heads,
+    }  # fmt: skip
     across = {f"loss.{key}": lag for key, lag in lags.items() if getattr(loss, key) > 0}
     across |= {"loss.objective=exit_weighted": 1} if exits else {}
     most = cfg.model.recurrence.backprop_loops or math.ceil(cfg.model.recurrence.mean_loops / 2)

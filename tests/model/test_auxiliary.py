@@ -246,6 +246,10 @@ def test_losses_and_their_parameters_go_together() -> None:
     assert "loss.exit_entropy=0.1" in refused(LossConfig(exit_entropy=0.1), AuxiliaryConfig())
     unused = [WeightSchedule(term="contrastive")]
     assert "loss.contrastive=0.0: expected a weight > 0" in refused(LossConfig(schedules=unused), AuxiliaryConfig())
+    wide = LossConfig(subspace_penalty=0.1, subspace_rank=17)
+    assert "loss.subspace_rank=17: expected at most 16" in refused(wide, AuxiliaryConfig())
+    many = refused(LossConfig(loop_heads=0.1), AuxiliaryConfig(loop_heads=4))
+    assert "backprop_loops=4: expected at least 5, since loss.loop_heads" in many
     far = LossConfig(state_prediction=0.1, state_prediction_loops=4)
     assert "backprop_loops=4: expected at least 5" in refused(far, AuxiliaryConfig(state_predictor=True))
 

@@ -36,15 +36,17 @@ def write_words(folder: Path) -> Path:
     return folder / "data"
 
 
-def save_model(runs: Path, name: str, cfg: ModelConfig, model: LoopedLM, data: Path, loss: LossConfig) -> Path:
-    """A run's folder with one checkpoint of the model, of step 7; returns it."""
+def save_model(
+    runs: Path, name: str, cfg: ModelConfig, model: LoopedLM, data: Path, loss: LossConfig, step: int = 7
+) -> Path:
+    """A run's folder with one checkpoint of the model; returns it."""
     config = Config(
         run=RunConfig(name=name, dir=str(runs)), model=cfg, data=DataConfig(path=str(data)), loss=loss,
-        train=TrainConfig(max_steps=7, precision="fp32"),
+        train=TrainConfig(max_steps=step, precision="fp32"),
     )  # fmt: skip
     writer = CheckpointWriter(runs / name, CheckpointConfig(), dump_config(config), Ranks(), timeout_sec=30)
     placement = Placement.of_model(model, tensor_rank=0, tensor_size=1, model_ranks=Ranks())
     tensors = ((parameter, PARAMETER, p.detach()) for parameter, p in model.named_parameters())
-    writer.save(placement.slices(tensors), TrainState(step=7, tokens=7))
+    writer.save(placement.slices(tensors), TrainState(step=step, tokens=step))
     writer.wait()
     return runs / name

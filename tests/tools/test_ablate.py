@@ -99,6 +99,17 @@ def test_runs_are_trained_once_measured_and_summed_up(
     assert "Variants" in page and 'id="norm_by_step"' in page
     assert ablate.main([*arguments, "optimizer.lr=0.5"]) == 2, "other settings need another folder"
     assert ablate.main([*arguments, "--only", "raw,nothing"]) == 2
+    base = tmp_path / "small_base.yaml"
+    for path, old, new, message in (
+        (base, "max_steps: 7", "max_steps: 8", "train.max_steps=8, but the runs"),
+        (experiment, "loops: 4", "loops: 3", "measured with loops=4"),
+        (out / "measured" / "raw_s0.json", "{", "", "no record of a run"),
+    ):
+        text = path.read_text()
+        path.write_text(text.replace(old, new, 1))
+        assert ablate.main(arguments) == 2 and message in capsys.readouterr().err
+        path.write_text(text)
+    assert ablate.main([*arguments[:3], "--minutes", "0"]) == 2
     assert ablate.main([*arguments, "--only", "norm"]) == 0
     assert json.loads((out / "summary.json").read_text()).keys() == {"norm"}
 

@@ -15,6 +15,7 @@ import torch
 
 from pretrain.config.families import make_model_config
 from pretrain.config.schema import LossConfig
+from pretrain.data.manifest import tokenizer_sha256
 from pretrain.model.looped import LoopedLM
 from tests.model.tiny import random_model
 from tests.tools.models import CONTEXT, VOCAB, save_model, write_words
@@ -29,6 +30,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "final_norm": ("blindspot", {"readout": "final_norm"}, {"core_layers": 1}),
     "parcae": ("parcae", {"mean_loops": 3}, LAYERS),
     "gpt": ("gpt", {}, LAYERS),
+    "overflow": ("rdm", {"mean_loops": 3}, LAYERS | {"block": "pre"}),
 }
 
 
@@ -38,7 +40,11 @@ def make(name: str) -> LoopedLM:
         family, recurrence, vocab_size=VOCAB, context_length=CONTEXT, width=16, num_heads=2, ffn_width=24,
         value_gate_channels=8, **layers,
     )  # fmt: skip
-    return random_model(cfg)
+    model = random_model(cfg)
+    if name == "overflow":  # finite weights whose state is not finite after five loops in fp32
+        with torch.no_grad():
+            model.injection.state.weight.copy_(1e8 * torch.eye(16))
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +54,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = write_words(folder)
     for name in MODELS:
         model = make(name)
-        save_model(folder / "runs", name, model.cfg, model, data, LossConfig())
+        save_model(folder / "runs", name, model.cfg, model, data, LossConfig(), step=40 if name == "norm" else 7)
     steps: list[dict[str, Any]] = [{"step": i + 1, "loss": 3.0, "grad_norm": math.exp(i % 2)} for i in range(40)]
     probe = {"probe_norm": {"1": 2.0, "4": 5.0}, "grad_norm_parts": {"core.0": 0.25}}
     steps += [{"step": step, **probe} for step in (20, 40)]
+    steps.append({"step": 41, "loss": 99.0, "grad_norm": 1e9})  # after the checkpoint
     (folder / "runs" / "norm" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
     return folder
 
@@ -108,7 +115,11 @@ def test_scale_and_edits(report: dict[str, Any]) -> None:
 def test_what_does_not_apply_is_said(report: dict[str, Any], folder: Path) -> None:
     skipped = record(report, "gpt")["skipped"]
     assert set(skipped) == {"updates", "edits", "interventions", "training"} and "gpt" in skipped["updates"]
-    assert "gpt: the model runs each layer once" in (folder / "report" / "report.html").read_text()
+    page = (folder / "report" / "report.html").read_text()
+    assert "gpt: the model runs each layer once" in page
+    overflow = record(report, "overflow")
+    assert overflow["ppl"][0] and overflow["ppl"][4] is None and len(overflow["generation"]) == 4
+    assert "overflow: the loss after 5 loops is not finite" in page
 
 
 class Page(html.parser.HTMLParser):
@@ -133,6 +144,7 @@ def test_the_page_stands_alone_and_has_every_figure(report: dict[str, Any], fold
     page = Page((folder / "report" / "report.html").read_text())
     assert {path.stem for path in (folder / "report").glob("*.png")} == page.images.keys()
     assert len(page.images) == 10
+    assert "trained with data.mask_document_boundaries" not in (folder / "report" / "report.html").read_text()
     assert all(link.startswith(("data:", "#")) for link in page.links) and "script" not in page.tags
 
 
@@ -171,6 +183,7 @@ def test_an_exported_model_is_measured_as_the_run_that_it_came_from(folder: Path
     native, exported = json.loads((tmp_path / "both" / "report.json").read_text())["models"]
     assert native["ppl"] == exported["ppl"] and native["gradients"] == exported["gradients"]
     assert (native["step"], exported["step"], exported["objective"]) == (7, None, None)
+    assert "exported" in exported["skipped"]["training"]
 
 
 def test_one_loop(folder: Path, tmp_path: Path) -> None:
@@ -197,13 +210,21 @@ def test_bad_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert code == 2 and "--loops=0" in text
     code, text = message(run, "--data", data, "--out", folder / "report")
     assert code == 2 and "--overwrite" in text
+    code, text = message(run, "--data", data, "--out", data / "manifest.json")
+    assert code == 2 and "it is a file" in text
+    code, text = message(run, "--data", data, "--out", out, "--subspace", "9")
+    assert code == 2 and "--subspace=9: expected at most 8" in text
 
     empty = tmp_path / "empty"
     shutil.copytree(data, empty)
     manifest = json.loads((empty / "manifest.json").read_text())
-    manifest["splits"]["validation"]["rows"] = 0
-    for key in manifest["splits"]["validation"]:
-        manifest["splits"]["validation"][key] = 0
+    with (empty / "tokenizer" / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    manifest["tokenizer"]["sha256"] = tokenizer_sha256(empty / "tokenizer")
+    (empty / "manifest.json").write_text(json.dumps(manifest))
+    code, text = message(run, "--data", empty, "--out", out)
+    assert code == 2 and "sha256" in text and "own tokenizer" in text
+    del manifest["splits"]["validation"]
     (empty / "manifest.json").write_text(json.dumps(manifest))
     code, text = message(run, "--data", empty, "--out", out)
     assert code == 2 and "validation" in text and "rows" in text

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from pretrain.config.families import FAMILIES
 from pretrain.config.model import AuxiliaryConfig
+from pretrain.config.schema import Config
 from pretrain.model.looped import LoopedLM
-from pretrain.train.callbacks.probe import gradient_parts
+from pretrain.train.callbacks.probe import NAMES, Probe, gradient_parts
 from tests.model.tiny import tiny_config
 from tests.train.forked import Run, train
 
@@ -53,6 +56,25 @@ def test_what_a_probe_logs_and_that_layouts_agree(config: Path, tmp_path: Path) 
     assert_same(train(config, tmp_path / "tensor", *settings, *tensor, world=2).check(), alone)
     pipeline = ("parallel.pipeline=2", "probe.rows=6", "train.micro_batch_size=4")
     assert_same(train(config, tmp_path / "pipeline", *settings, *pipeline, world=2).check(), alone)
+
+
+def test_warnings_of_growth_and_of_norms_that_are_not_finite(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a resume whose metrics have a norm that was not finite, which JSON has as null."""
+    rows = [{"step": 2, "probe_norm": {"1": 1.0, "2": 2.0}}, {"step": 4, "probe_norm": {"1": 1.0, "2": None}}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trainer: Any = Mock(cfg=Config(model=tiny_config("blindspot")), layout=Mock(is_main=True))
+    trainer.state.step, trainer.engine.stage, trainer.engine.module = 5, 3, Mock(spec=LoopedLM, injection=None)
+    trainer.engine.gradient_norms.return_value = {}
+    probe = Probe(Mock(), 0, tmp_path)
+    probe.on_start(trainer)
+    for last, warnings in ((19.0, 0), (21.0, 1), (30.0, 1), (torch.nan, 2), (torch.inf, 3), (250.0, 4)):
+        table = torch.full((len(NAMES), 2), last)
+        monkeypatch.setattr(probe, "measure", lambda _, table=table: table)
+        probe._probe(trainer)
+        assert len(caplog.records) == warnings, last
+    assert "from 2 to 21" in caplog.records[0].message and "loop 2 is nan" in caplog.records[1].message
 
 
 @pytest.mark.parametrize("family", FAMILIES)

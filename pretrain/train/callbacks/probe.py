@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,10 @@ class Probe(Callback):
     """Every `probe.every_steps` steps, on the first validation rows of each data-parallel rank. Collective.
 
     Changes are from the loop before (none for loop 1). The radial fraction is that of each loop's own readout, in the
-    training's precision: below 1e-6 it is rounding; it is not measured under ZeRO-3, whose hooks follow whole backward
-    passes. Besides: the spectral radius of the injection's linear part, the gradient norms of each layer and of the
-    other parts in the step before, the oscillation of the gradient norm over 100 steps, and the seconds that it took.
+    training's precision: below 1e-6 it is rounding. Besides: the spectral radius of the injection's linear part, the
+    gradient norms of each layer and of the other parts in the step before, the oscillation of the gradient norm over
+    100 steps, and the seconds that it took. Under ZeRO-3, whose hooks gather parameters for whole passes, the radial
+    fraction and the spectral radius are not measured.
     """
 
     def __init__(self, rows: ValidationRows, bos_id: int, metrics_folder: Path) -> None:
@@ -61,7 +63,8 @@ class Probe(Callback):
             earlier = read_metrics(self.metrics_path)
             self.grad_norms = [row["grad_norm"] for row in earlier if row.get("grad_norm")][-WINDOW_STEPS:]
             for norm in (list(row["probe_norm"].values())[-1] for row in earlier if "probe_norm" in row):
-                self._grown(trainer, norm)
+                if norm is not None:  # it was not finite
+                    self._grown(trainer, norm)
         self._prepare(trainer)
 
     def on_step(self, trainer: Trainer, report: StepReport, timing: Timing) -> None:
@@ -79,9 +82,9 @@ class Probe(Callback):
 
     def _probe(self, trainer: Trainer) -> None:
         begin = time.perf_counter()
-        table = self.measure(trainer).tolist()
+        table = self.measure(trainer)
         row: dict[str, Any] = {"step": trainer.state.step}
-        for name, values in zip(NAMES, table, strict=True):
+        for name, values in zip(NAMES, table.tolist(), strict=True):
             loops = {str(t): value for t, value in enumerate(values, 1) if value == value}
             row |= {f"probe_{name}": loops} if loops else {}
         model = trainer.engine.module
@@ -92,14 +95,25 @@ class Probe(Callback):
         row["grad_oscillation"] = gradient_oscillation(self.grad_norms)
         row["probe_sec"] = time.perf_counter() - begin
         trainer.report_probe(row)
-        last = list(row["probe_norm"].values())[-1]
-        before = self.reference_norm
-        if trainer.layout.is_main and self._grown(trainer, last):
+        if trainer.layout.is_main:
+            norms = table[NAMES.index("norm")].tolist()
+            self._warn(trainer, len(norms), norms[-1])
+
+    def _warn(self, trainer: Trainer, num_loops: int, norm: float) -> None:
+        """Logs a warning where the norm of the last state has grown by `probe.growth_warning` or is not finite."""
+        before, mend = self.reference_norm, (
+            "docs/readout_blind_spot.md: loss.norm_penalty, a raw or final-only readout or an inter-loop norm hold it"
+        )  # fmt: skip
+        if not math.isfinite(norm):
+            log.warning(
+                "step %d: the mean norm of the state after loop %d is %s. See %s",
+                trainer.state.step, num_loops, norm, mend,
+            )  # fmt: skip
+        elif self._grown(trainer, norm):
             log.warning(
                 "step %d: the mean norm of the state after loop %d has grown from %.3g to %.3g (probe.growth_warning="
-                "%g). If the loss at more loops does not fall with it, see docs/readout_blind_spot.md: "
-                "loss.norm_penalty, a raw or final-only readout or an inter-loop norm hold it",
-                trainer.state.step, len(row["probe_norm"]), before, last, trainer.cfg.probe.growth_warning,
+                "%g). If the loss at more loops does not fall with it, see %s",
+                trainer.state.step, num_loops, before, norm, trainer.cfg.probe.growth_warning, mend,
             )  # fmt: skip
 
     def _grown(self, trainer: Trainer, norm: float) -> bool:
