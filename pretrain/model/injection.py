@@ -26,6 +26,8 @@ from pretrain.model.layers import Linear, RMSNorm, mark
 from pretrain.model.ops import TensorOps
 
 INITIAL_DT = 0.5 * math.log(5)  # with A_log = 0: Abar = sqrt(1/5)
+SQUARINGS = 24
+TINY = 1e-300
 
 
 class Drive(NamedTuple):
@@ -126,5 +128,18 @@ class Injection(nn.Module):
         if self.kind == "diagonal":
             return float(self.input.step_sizes()[0].max())
         if self.kind == "concat":
-            return float(torch.linalg.eigvals(self.state.weight.double().cpu()).abs().max())
+            return largest_eigenvalue(self.state.weight)
         return {"add": 1.0, "none": 1.0}.get(self.kind)
+
+
+def largest_eigenvalue(matrix: Tensor) -> float:
+    """max |eigenvalue| of a square matrix by Gelfand's formula, ||W^n||^(1/n) at n = 2^24, in fp64; NaN if W has any.
+
+    The relative error is at most log(sqrt(d) cond(V)) / n, V the eigenvectors. 24 products on the matrix's device:
+    LAPACK takes more than ten times as long for all eigenvalues, on the CPU, while training would wait.
+    """
+    power, log_scale = matrix.double(), matrix.new_zeros((), dtype=torch.float64)
+    for _ in range(SQUARINGS):
+        norm = power.norm().clamp(min=TINY)
+        power, log_scale = (power / norm) @ (power / norm), 2 * (log_scale + norm.log())
+    return float(((log_scale + power.norm().clamp(min=TINY).log()) / 2**SQUARINGS).exp())

@@ -98,9 +98,14 @@ def test_spectral_radius() -> None:
     assert diagonal.spectral_radius() == pytest.approx(float(diagonal.input.step_sizes()[0].max().detach()))
     assert diagonal.spectral_radius() < 1
     concat = injection("rdm")
+    eigenvalues = torch.linalg.eigvals(concat.state.weight.detach().double())
+    assert concat.spectral_radius() == pytest.approx(float(eigenvalues.abs().max()), rel=1e-5)
     with torch.no_grad():
         concat.state.weight.zero_()
         concat.state.weight[0, 1], concat.state.weight[1, 0] = 0.5, -0.5  # eigenvalues +-0.5 i
     assert concat.spectral_radius() == pytest.approx(0.5)
+    with torch.no_grad():
+        concat.state.weight.zero_()
+    assert concat.spectral_radius() == 0
     assert injection("add").spectral_radius() == injection("blindspot").spectral_radius() == 1.0
     assert injection("flt").spectral_radius() is None
