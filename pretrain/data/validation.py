@@ -43,11 +43,12 @@ class ValidationBatch(NamedTuple):
 class ValidationRows:
     """The first `validation.rows` rows, row v at data-parallel rank v mod D; each rank keeps its share in memory.
 
-    Sources that have a validation split share the rows in proportion to their weights, first source first. Building it
-    is collective over all processes. Errors: as `open_sources`, and ConfigError where a source has too few rows.
+    Sources that have a validation split share the rows in proportion to their weights, first source first. With
+    `reads=False`, as of TrainLoader, no row is read and all tokens are 0. Building it is collective over all processes.
+    Errors: as `open_sources`, and ConfigError where a source has too few rows.
     """
 
-    def __init__(self, cfg: Config, place: DataPlace) -> None:
+    def __init__(self, cfg: Config, place: DataPlace, *, reads: bool = True) -> None:
         node = Node.of(place)
         manifests = open_sources(cfg, place, node, folder=None)
         pairs = [p for p in zip(cfg.data.all_sources, manifests, strict=True) if SPLIT in p[1].splits]
@@ -64,6 +65,9 @@ class ValidationRows:
         self.num_rows = cfg.validation.rows
         self._place = place
         self._mine = np.arange(place.dp_rank, self.num_rows, place.dp_size)
+        if not reads:
+            self._tokens = np.zeros((1 + len(self._mine), cfg.model.context_length + 1), dtype=np.int64)
+            return
         # Row 0 fills incomplete batches, also of a rank that has no row of its own.
         bounds = np.cumsum([0, *counts])
         self._tokens = np.stack([_row(readers, bounds, v) for v in (0, *self._mine)])

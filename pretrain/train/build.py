@@ -159,13 +159,14 @@ def _built(
         dp_rank=layout.data_rank, dp_size=layout.data_size, rank=layout.rank, local_rank=layout.local_rank,
         world_size=layout.world_size,
     )  # fmt: skip
-    with TrainLoader(cfg, place, start_step=state.step, reads=_reads(cfg, model)) as loader:
+    reads = _reads(cfg, model)
+    with TrainLoader(cfg, place, start_step=state.step, reads=reads) as loader:
         if reader is not None:
             sampler.load_state_dict(state.sampler)
             loader.load_state_dict(state.data)
         writer = _metrics_writer(cfg, folder, state) if layout.is_main else None
         saver = CheckpointWriter(folder, cfg.checkpoint, dump_config(cfg), ranks, timeout_sec=cfg.parallel.timeout_sec)
-        validation_rows = ValidationRows(cfg, place)
+        validation_rows = ValidationRows(cfg, place, reads=reads)
         # In the order of their calls: a row is written before the checkpoint that counts on it.
         callbacks = [
             Rewind(folder, ranks, saver, placement),

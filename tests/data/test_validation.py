@@ -36,6 +36,14 @@ def test_each_row_counts_once_and_ranks_yield_equally_many_batches(
     assert padding == rows.num_padding_rows(rows_per_batch)
 
 
+def test_a_rank_that_does_not_read_yields_batches_of_the_same_shapes(set_101: Path) -> None:
+    cfg = make_config(set_101, 16, validation_rows=10)
+    read, unread = (list(ValidationRows(cfg, alone(1, 2), reads=reads).batches(3)) for reads in (True, False))
+    for batch, filler in zip(read, unread, strict=True):
+        assert filler.tokens.shape == batch.tokens.shape and not filler.tokens.any()
+        assert torch.equal(filler.weights, batch.weights) and torch.equal(filler.positions, batch.positions)
+
+
 def test_sources_share_the_rows_by_weight(tmp_path: Path) -> None:
     for name, first in (("a", 0), ("b", 100)):
         write_set(tmp_path / name, numbered_rows(20), numbered_rows(8, first))
