@@ -8,7 +8,7 @@ import torch
 from pretrain.parallel import megatron, zero
 from pretrain.parallel.megatron import Layout
 from pretrain.sampling import Depths
-from tools.check_layouts import CASES, ROWS, Case, Difference, alone, partition_dims, tiny_config, train
+from tools.check_layouts import CASES, ROWS, Case, Difference, alone, largest, partition_dims, tiny_config, train
 
 FAMILY = "parcae_flt"
 LOOPS = (1, 3, 8, 1)
@@ -55,7 +55,7 @@ def checkpointing() -> dict[str, float]:
             assert all(x.any() for x in gradients.values())
             plain = traces["none"].tensors
             differences = [float((x - plain[name, "exp_avg"]).norm() / x.norm()) for name, x in gradients.items()]
-            found[f"{case.name}, {policy}"] = max(differences, default=0.0)
+            found[f"{case.name}, {policy}"] = largest([0.0, *differences])
     return found
 
 
@@ -69,5 +69,5 @@ def changing_loops(single: Layout) -> dict[str, float]:
             cfg = tiny_config(FAMILY, "adamw", "fp32", case, policy)
             trace = train(cfg, layout, len(LOOPS), sampler)
             difference = Difference.between(trace, reference, layout, partition_dims(cfg))
-            found[f"{case.name}, {policy}"] = max(difference.loss, difference.norm, difference.weight / 10)
+            found[f"{case.name}, {policy}"] = largest([difference.loss, difference.norm, difference.weight / 10])
     return found

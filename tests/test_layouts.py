@@ -40,6 +40,31 @@ def test_every_layout_trains_as_one_process_does() -> None:
         assert loss <= 1e-5 and norm <= 1e-5 and weights <= 1e-4
 
 
+@pytest.mark.layouts
+def test_what_is_not_a_number_is_too_large() -> None:
+    from tools.check_layouts import Difference, columns, largest, within
+
+    assert largest([0.0, 1e-9, float("nan"), 1e-8]) == float("inf")
+    assert within(columns("fp32", Difference(1e-9, 1e-9, largest([1e-9, 1e-8]), 0.0)))
+    assert not within(columns("fp32", Difference(1e-9, 1e-9, largest([0.0, float("nan")]), 0.0)))
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize(
+    "arguments, message", [(["--steps", "0"], "--steps=0"), (["--markdown", "README.md"], "with the lines <!--")]
+)
+def test_what_cannot_be_checked_is_refused_before_training(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tools.check_layouts import main
+
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(sys, "argv", ["check_layouts.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def report() -> list[dict[str, Any]]:
     """Of each rank of tests/layout_cases.py."""

@@ -14,10 +14,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import math
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -34,6 +35,7 @@ from pretrain.config.families import FAMILIES
 from pretrain.config.schema import Config
 from pretrain.data.loader import RankBatch
 from pretrain.data.place import rank_positions
+from pretrain.files import write_text
 from pretrain.messages import set_up_console
 from pretrain.model.looped import LoopedLM
 from pretrain.model.ops import shard
@@ -182,6 +184,11 @@ def alone(layout: Layout) -> Layout:
     )  # fmt: skip
 
 
+def largest(differences: Iterable[float]) -> float:
+    """The largest, and infinity where one is not a number: `max` would pass over it."""
+    return max(math.inf if math.isnan(x) else x for x in differences)
+
+
 @dataclass(frozen=True)
 class Difference:
     """Largest relative differences from the run on one process, over all ranks."""
@@ -198,19 +205,16 @@ class Difference:
         """Of this layout's run; collective over all ranks."""
         ops = tensor_ops(layout)
 
-        def largest(own: Sequence[float], other: Sequence[float]) -> float:
-            return max(abs(a - b) / abs(b) for a, b in zip(own, other, strict=True))
+        def relative(own: Sequence[float], other: Sequence[float]) -> float:
+            return largest(abs(a - b) / abs(b) for a, b in zip(own, other, strict=True))
 
-        weight, state = 0.0 if trace.copies_agree else float("inf"), 0.0
+        weights, states = [0.0 if trace.copies_agree else math.inf], [0.0]
         for (name, key), tensor in trace.tensors.items():
             expected = shard(reference.tensors[name, key], dims[name], ops)
             difference = float((tensor - expected).norm() / expected.norm().clamp(min=1e-12))
-            if key == PARAMETER:
-                weight = max(weight, difference)
-            else:
-                state = max(state, difference)
-        losses, norms = largest(trace.losses, reference.losses), largest(trace.norms, reference.norms)
-        values = torch.tensor([losses, norms, weight, state], dtype=torch.float64)
+            (weights if key == PARAMETER else states).append(difference)
+        losses, norms = relative(trace.losses, reference.losses), relative(trace.norms, reference.norms)
+        values = torch.tensor([losses, norms, largest(weights), largest(states)], dtype=torch.float64)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return Difference(*values.tolist())
 
@@ -289,6 +293,14 @@ def merge_table(text: str, key: Key, values: dict[str, float]) -> str:
     return before + "\n".join([BEGIN, *(f"| {' | '.join(line)} |" for line in lines), END]) + after
 
 
+def _has_marks(document: Path) -> bool:
+    """Whether it can be read and has one place for the table."""
+    if not document.is_file():
+        return False
+    begin, found, rest = document.read_text(encoding="utf-8").partition(BEGIN)
+    return bool(found) and BEGIN not in rest and END not in begin and rest.count(END) == 1
+
+
 def _cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
 
@@ -313,7 +325,7 @@ def _worker(rank: int, port: int, args: argparse.Namespace) -> None:
             print(", ".join([*key, *(f"{name} {value:.1e}" for name, value in values.items())]) + verdict, flush=True)
             if args.markdown is not None:
                 text = args.markdown.read_text(encoding="utf-8")
-                args.markdown.write_text(merge_table(text, cast(Key, tuple(key)), values), encoding="utf-8")
+                write_text(args.markdown, merge_table(text, cast(Key, tuple(key)), values))
     megatron.shutdown()
     if not good:
         sys.exit(1)
@@ -329,6 +341,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--markdown", type=Path, help="document whose table takes the differences")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"--steps={args.steps}: expected a positive integer")
+    if args.markdown is not None and not _has_marks(args.markdown):
+        parser.error(f"--markdown={args.markdown}: expected a document with the lines {BEGIN} and {END} around a table")
     set_up_console()
     logging.getLogger("pretrain").setLevel(logging.WARNING)
     with socket.socket() as probe:

@@ -170,6 +170,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--mean-loops", type=int, default=8, help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="steps of drawn depths (%(default)s)")
     args = parser.parse_args(argv)
+    for name in ("micro_batches", "rows", "mean_loops", "steps"):
+        if (value := getattr(args, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')}={value}: expected a positive integer")
+    for ranks in args.ranks:
+        if ranks < 2 or args.micro_batches % ranks:
+            parser.error(
+                f"--ranks={ranks}: expected 2 or more, of which --micro-batches={args.micro_batches} is a multiple"
+            )
     set_up_console()
     print("| rows of a micro-batch | wasted row passes |\n|---|---|")
     shares = wasted(sampler_of(args.micro_batches, args.rows, args.mean_loops), args.rows)
