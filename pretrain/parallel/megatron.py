@@ -60,9 +60,21 @@ def without_local_rank(arguments: Sequence[str]) -> list[str]:
 def ensure_environment() -> None:
     """Completes the launcher's variables; without a launcher, describes a world of one process on a free port.
 
-    Errors: ConfigError where srun started several tasks that would each train alone.
+    Errors: ConfigError where they are there in part, or srun started several tasks that would each train alone.
     """
-    if "RANK" not in os.environ:
+    if "RANK" in os.environ:
+        missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"environment: RANK={os.environ['RANK']} is set, but not {', '.join(missing)}: expected all of a "
+                "launcher's variables; start through launchers/, torchrun or deepspeed, or unset RANK to train alone"
+            )
+    else:
+        if (world := os.environ.get("WORLD_SIZE", "1")) != "1":
+            raise ConfigError(
+                f"environment: WORLD_SIZE={world} is set, but not RANK: expected both, as launchers/, torchrun and "
+                "deepspeed set them; or unset WORLD_SIZE to train alone"
+            )
         tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
         if tasks > 1:
             raise ConfigError(

@@ -8,6 +8,8 @@ from pretrain.errors import ConfigError
 from pretrain.parallel import megatron
 from tests.helpers import REPOSITORY
 
+ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
 
 def test_the_libraries_are_known_to_their_adapters_alone() -> None:
     users: dict[str, set[str]] = {"megatron": set(), "deepspeed": set()}
@@ -33,7 +35,7 @@ def test_without_a_launcher_the_world_is_this_process(monkeypatch: pytest.Monkey
 
 
 def test_the_launchers_world_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+    environment = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"} | ADDRESS
     monkeypatch.setattr(megatron.os, "environ", environment)
     megatron.ensure_environment()
     assert (environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_SIZE"]) == ("5", "8", "4")
@@ -45,7 +47,22 @@ def test_tasks_of_srun_that_would_train_alone_are_refused(monkeypatch: pytest.Mo
         megatron.ensure_environment()
 
 
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 is set, but not MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "4", **ADDRESS}, "WORLD_SIZE=4 is set, but not RANK"),
+    ],
+)
+def test_half_of_a_launchers_variables_is_refused(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(megatron.os, "environ", environment)
+    with pytest.raises(ConfigError, match=message):
+        megatron.ensure_environment()
+
+
 def test_a_world_that_does_not_fit_is_refused_before_any_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron.os, "environ", {"RANK": "0", "WORLD_SIZE": "6"})
+    monkeypatch.setattr(megatron.os, "environ", {"RANK": "0", "WORLD_SIZE": "6"} | ADDRESS)
     with pytest.raises(ConfigError, match=r"6 processes .* parallel.tensor=2 x parallel.pipeline=2"):
         megatron.initialize(2, 2, sequence_parallel=False, timeout_sec=10)
