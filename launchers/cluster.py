@@ -134,4 +134,8 @@ def leave_surrounding_job() -> None:
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SEC)
+    """The command's result; one that is missing or does not answer counts as failed, and its stderr says why."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SEC)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 1, "", str(error))

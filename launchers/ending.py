@@ -47,12 +47,16 @@ def write_ending(folder: Path, environment: Mapping[str, str], exit_code: int) -
     ending = Ending(exit_code, int(environment["RANK"]), socket.gethostname())
     temporary = folder / f".ending-{os.getpid()}-{ending.host}.tmp"
     temporary.write_text(json.dumps(asdict(ending)), encoding="utf-8")
+    target = _path(folder, environment)
     try:
-        os.link(temporary, _path(folder, environment))
+        os.link(temporary, target)
     except FileExistsError:
         pass
+    except OSError:  # a file system without hard links: two that end at once may replace each other's
+        if not target.exists():
+            os.replace(temporary, target)
     finally:
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
 
 
 def read_ending(folder: Path, environment: Mapping[str, str]) -> Ending | None:

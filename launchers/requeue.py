@@ -75,7 +75,10 @@ def may_be_requeued(state: Mapping[str, str]) -> bool:
 def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:
     for tries in range(SCONTROL_TRIES):
         time.sleep(SCONTROL_WAIT_SEC if tries else 0)
-        done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True, timeout=SCONTROL_SEC)
+        try:
+            done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True, timeout=SCONTROL_SEC)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            done = subprocess.CompletedProcess(arguments, 1, "", str(error))
         if done.returncode == 0:
             break
     return done

@@ -28,7 +28,7 @@ class TrainState:
     """Steps whose update is not in the weights: a loss or gradient was not finite, or the loss was a spike, or a rewind
     undid it."""
     skipped_in_a_row: int = 0
-    """The last of them without a good step, or a rewind, in between."""
+    """The last of them without a good step, a batch of train.skip_steps or a rewind in between."""
     adamw_steps: int = 0
     """Updates that AdamW's moments have seen."""
     sampler: dict[str, Any] = field(default_factory=dict)

@@ -71,7 +71,12 @@ def test_a_node_without_its_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         check_start(environment | {"LOCAL_RANK": "2"}, 0, needs_gpu=True)
 
 
-def test_the_first_ending_of_a_start_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_links", [True, False])
+def test_the_first_ending_of_a_start_is_kept(
+    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_links:
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError("no hard links here")))
     first = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_ID": "9", "RANK": "5"}
     assert read_ending(tmp_path, first) is None
     write_ending(tmp_path, first, 6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,18 @@ def test_a_controller_that_does_not_answer_at_once(scontrol: Scontrol, capsys: p
     scontrol.failures = 2
     assert run(scontrol, 1) == 1
     assert scontrol.asked == ["requeue 9"] * 3 and "requeued (1 of 2)" in capsys.readouterr().out
+
+
+def test_a_controller_that_never_answers(
+    scontrol: Scontrol, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task's own code is returned, and what is the matter said."""
+
+    def silent(command: list[str], **_: object) -> None:
+        raise subprocess.TimeoutExpired(command, requeue.SCONTROL_SEC)
+
+    monkeypatch.setattr(subprocess, "run", silent)
+    record(scontrol, STOPPED_EXIT_CODE)
+    assert run(scontrol, 0) == STOPPED_EXIT_CODE
+    said = capsys.readouterr().out
+    assert "not requeued: scontrol show job 9: " in said and "timed out after 60 seconds" in said

@@ -326,8 +326,8 @@ def test_disk_space_is_checked_with_numbers(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100 * gib, 65 * gib, 35 * gib))
     checkpoints = checkpoints_folder(tmp_path / "runs" / "new")
 
-    def check(num_bytes: int, last_step: int = 10_000, **config: int) -> None:
-        check_disk(checkpoints, num_bytes, CheckpointConfig(**config), 0, last_step)
+    def check(num_bytes: int, last_step: int = 10_000, start_step: int = 0, **config: int) -> None:
+        check_disk(checkpoints, num_bytes, CheckpointConfig(**config), start_step, last_step)
 
     check(8 * gib, keep_last=3)
     with pytest.raises(ConfigError, match=r"35\.00 GiB free, but 4 more checkpoints of 9\.00 GiB need 36\.00 GiB"):
@@ -337,9 +337,15 @@ def test_disk_space_is_checked_with_numbers(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ConfigError, match="but 1 more checkpoints"):
         check(36 * gib, last_step=1_000)
     save(tmp_path / "runs" / "new", 1, 2, 3)
-    check(35 * gib, keep_last=3)
+    check(35 * gib, start_step=3, keep_last=3)
     with pytest.raises(ConfigError, match="3 exist"):
-        check(36 * gib, keep_last=3)
+        check(36 * gib, start_step=3, keep_last=3)
+    # Back to step 1: those after it are set aside, and nothing deletes them. Nor does it one that is not complete.
+    with pytest.raises(ConfigError, match=r"but 3 more checkpoints .* 1 exist"):
+        check(12 * gib, start_step=1, keep_last=3)
+    (step_folder(checkpoints, 3) / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match=r"but 2 more checkpoints .* 2 exist"):
+        check(18 * gib, start_step=2, keep_last=3)
 
 
 def test_checkpoints_kept_for_ever_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -380,8 +386,7 @@ def test_a_failed_background_save_surfaces_once(
     with monkeypatch.context() as patch:
         patch.setattr(writer_module, "write_tensors", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
         one.save(slices(20), state(20))
-        assert one._thread is not None
-        one._thread.join()
+        one.join()
         assert one.failed
         with caplog.at_level(logging.ERROR):
             assert any("checkpoint of step 20 was not saved" in message for message in caplog.messages)

@@ -42,7 +42,7 @@ class Rewind(Callback):
                 "batches with train.skip_steps, or raise guards.max_rewinds; then start again"
             )
         trainer.watchdog.expect(f"the rewind after step {state.step}")
-        self.writer.wait()
+        self.writer.join()  # one that failed is left to Checkpointing, which saves once more
         reader = self._find(trainer)
         if reader is None:
             log.info("step %d: no checkpoint to go back to (guards.rewind_steps=%d)", state.step, guards.rewind_steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 from pretrain.config.schema import RunConfig
@@ -94,7 +95,7 @@ def _newest(checkpoints: Path, steps: list[int], ranks: Ranks) -> CheckpointRead
 
 def _open(folder: Path, ranks: Ranks) -> tuple[CheckpointReader | None, str]:
     """The reader of a complete checkpoint, or None and what is wrong with it; the same on all ranks."""
-    seen = ranks.gather((folder / MANIFEST_NAME).is_file())
+    seen = ranks.gather(os.path.isfile(folder / MANIFEST_NAME))  # False also where the disk fails: all go on together
     if seen[0] and not all(seen):
         ranks.raise_any(None if seen[ranks.rank] else not_shared(folder))
     reader, problem = None, None
@@ -116,7 +117,12 @@ def not_shared(folder: Path) -> str:
 
 def _compare_latest(checkpoints: Path, chosen: str) -> None:
     path = checkpoints / LATEST_NAME
-    found = path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else "absent"
+    try:
+        found = path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        found = "absent"
+    except OSError as error:  # it is there for people
+        found = f"not readable ({error})"
     if found != chosen:
         log.warning("%s is %s; the newest complete checkpoint is %s, and is used", path, found or "empty", chosen)
 

@@ -131,10 +131,11 @@ def check_disk(
 ) -> None:
     """ConfigError with numbers where the disk cannot hold the checkpoints that will exist at a time.
 
-    These are `keep_last` and the one being written, less those that exist. Checkpoints kept for ever by
+    These are `keep_last` and the one being written, less those that exist: complete, and not after `start_step`, since
+    later ones are set aside and stay. Checkpoints kept for ever by
     `keep_every_steps` are only warned about: a person may move them away during the run.
     """
-    existing = len(list_steps(checkpoints))
+    existing = sum(s <= start_step and looks_complete(step_folder(checkpoints, s)) for s in list_steps(checkpoints))
     every = config.every_steps or last_step
     num_saves = -(-last_step // every) - start_step // every
     num_copies = min(num_saves, max(1, config.keep_last + 1 - existing))

@@ -116,9 +116,12 @@ def read_manifest(folder: Path) -> Manifest:
 def check_size(folder: Path, name: str, record: FileRecord) -> None:
     """CheckpointError, naming the file, where it is missing or has another size than the manifest says."""
     path = folder / name
-    if not path.is_file():
-        raise CheckpointError(f"{path}: missing, though {MANIFEST_NAME} lists it")
-    size = path.stat().st_size
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing, though {MANIFEST_NAME} lists it") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
     if size != record.bytes:
         raise CheckpointError(f"{path}: {size} bytes, {MANIFEST_NAME} says {record.bytes}")
 

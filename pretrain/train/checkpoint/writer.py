@@ -127,11 +127,16 @@ class CheckpointWriter:
             self._thread.start()
             log.info("checkpoint of step %d: copied in %.1f s, being written", state.step, time.perf_counter() - began)
 
+    def join(self) -> None:
+        """Returns when no save is under way here, whether it failed or not: `wait` says that."""
+        if self._thread is not None:
+            self._thread.join()
+
     def wait(self) -> None:
         """Returns when no save is under way; CheckpointError on all ranks if the last one failed. Due at the end."""
+        self.join()
         if self._thread is None:
             return
-        self._thread.join()
         self._thread = None
         failure, self._failure = self._failure, None
         self._ranks.raise_any(None if failure is None else f"{type(failure).__name__}: {failure}")
