@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
+from launchers.commands import call
 from launchers.job import TrainJob
 from pretrain.errors import ConfigError
 
@@ -94,12 +94,13 @@ def check_with_scheduler(script: str) -> str | None:
     with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
         file.write(script)
         file.flush()
-        done = _run("sbatch", "--test-only", file.name)
+        done = call("sbatch", "--test-only", file.name, timeout_sec=COMMAND_SEC)
     lines = (line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines())
     words = "; ".join(line for line in lines if line.strip())
     if done.returncode == 0:
         return re.sub(r"^Job \d+ ", "", words)  # the number of a job that will never be
-    partitions = " ".join(_run("sinfo", "--noheader", "--format=%P").stdout.split()) or "unknown"
+    found = call("sinfo", "--noheader", "--format=%P", timeout_sec=COMMAND_SEC)
+    partitions = " ".join(found.stdout.split()) or "unknown"
     raise ConfigError(f"SLURM refuses this job: {words} (from sbatch --test-only; partitions: {partitions})")
 
 
@@ -131,11 +132,3 @@ def leave_surrounding_job() -> None:
         for name in list(os.environ):
             if name.startswith(("SLURM_", "SRUN_", "SBATCH_")) and name != "SLURM_CONF":
                 del os.environ[name]
-
-
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    """The command's result; one that is missing or does not answer counts as failed, and its stderr says why."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SEC)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(command, 1, "", str(error))

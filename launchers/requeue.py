@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from launchers.commands import call
 from launchers.ending import describe, is_worth_a_restart, job_name, read_ending, restart_count
 from pretrain.errors import STOPPED_EXIT_CODE
 
@@ -75,10 +76,7 @@ def may_be_requeued(state: Mapping[str, str]) -> bool:
 def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:
     for tries in range(SCONTROL_TRIES):
         time.sleep(SCONTROL_WAIT_SEC if tries else 0)
-        try:
-            done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True, timeout=SCONTROL_SEC)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            done = subprocess.CompletedProcess(arguments, 1, "", str(error))
+        done = call("scontrol", *arguments, timeout_sec=SCONTROL_SEC)
         if done.returncode == 0:
             break
     return done

@@ -132,8 +132,8 @@ def check_disk(
     """ConfigError with numbers where the disk cannot hold the checkpoints that will exist at a time.
 
     These are `keep_last` and the one being written, less those that exist: complete, and not after `start_step`, since
-    later ones are set aside and stay. Checkpoints kept for ever by
-    `keep_every_steps` are only warned about: a person may move them away during the run.
+    later ones are set aside and stay. Checkpoints kept for ever by `keep_every_steps` are only warned about: a person
+    may move them away during the run.
     """
     existing = sum(s <= start_step and looks_complete(step_folder(checkpoints, s)) for s in list_steps(checkpoints))
     every = config.every_steps or last_step
