@@ -110,6 +110,11 @@ class AuxiliaryConfig:
     def __post_init__(self) -> None:
         require(self.loop_heads >= 0, "model.auxiliary.loop_heads", self.loop_heads, "an integer >= 0")
 
+    @property
+    def has_parameters(self) -> bool:
+        """Whether the model has parameters that are used in some loops only."""
+        return self.state_predictor or self.exit_gate or self.loop_heads > 0
+
 
 @dataclass(kw_only=True)
 class ModelConfig:

@@ -51,9 +51,10 @@ class Objective:
         local = loops.local(model.ops.local_sequence(batch.tokens.shape[1])).token_grad
         local_own = rows if local is None else local
         self.state_weights = loop_weights(local_own, self.num_loops, "per_loop")  # [T, B, 1 or s]
-        deepest = max(loops.grad_loops)
-        self.first_readout = self.num_loops - deepest + {
-            "terminal": deepest - 1, "per_loop": 0, "last_third": 2 * deepest // 3, "exit_weighted": 0,
+        # Of the deepest row of all ranks that run in lockstep: the readouts gather parameters too. A row of fewer loops
+        # has weights of 0 in those before its own.
+        self.first_readout = {
+            "terminal": self.num_loops - 1, "per_loop": 0, "last_third": 2 * self.num_loops // 3, "exit_weighted": 0,
         }[cfg.objective]  # fmt: skip
         self.weights = cfg.weights_at(step)
         share = Share(model, batch, cfg, totals, self.num_loops, own, local_own, step)

@@ -209,7 +209,8 @@ def circular_schedule(
             self.received = received[0]
 
     def forward_step(iterator: Iterator[T], model: Chunk) -> tuple[torch.Tensor, Any]:
-        output = chunk(next(iterator), model.t, model.received)
+        # Sequence parallelism leaves views with the axes swapped, which cannot be sent.
+        output = chunk(next(iterator), model.t, model.received).contiguous()
         return output, (lambda loss: (loss, {})) if backward else None
 
     chunks, iterators = [Chunk(t) for t in range(num_chunks)], [iter(items) for _ in range(num_chunks)]

@@ -8,6 +8,9 @@ Shapes: B rows, S sequence, s local share, D width, V vocabulary share, N tokens
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import mappings
@@ -15,6 +18,21 @@ from torch import Tensor
 
 from pretrain.model.ops import TensorOps
 from pretrain.parallel.megatron import Layout
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity whose backward gives a contiguous gradient.
+
+    megatron-core's all-reduce of another one returns it as it was, without a message.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
 
 
 class MegatronTensorOps(TensorOps):
@@ -26,12 +44,15 @@ class MegatronTensorOps(TensorOps):
 
     def enter(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
-            return mappings.copy_to_tensor_model_parallel_region(x, group=self.group)
+            return _ContiguousGradient.apply(mappings.copy_to_tensor_model_parallel_region(x, group=self.group))
         return mappings.gather_from_sequence_parallel_region(x.transpose(0, 1), group=self.group).transpose(0, 1)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return mappings.reduce_from_tensor_model_parallel_region(x.contiguous(), group=self.group)
 
     def leave(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
-            return mappings.reduce_from_tensor_model_parallel_region(x, group=self.group)
+            return self._sum(x)
         return mappings.reduce_scatter_to_sequence_parallel_region(x.transpose(0, 1), group=self.group).transpose(0, 1)
 
     def local_sequence(self, length: int) -> slice:
@@ -43,7 +64,7 @@ class MegatronTensorOps(TensorOps):
     def sum_sequence(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return x
-        return mappings.reduce_from_tensor_model_parallel_region(x, group=self.group)
+        return self._sum(x)
 
     def embed(self, weight: Tensor, tokens: Tensor) -> Tensor:
         local = tokens - self.rank * weight.shape[0]
@@ -52,20 +73,17 @@ class MegatronTensorOps(TensorOps):
         return self.leave(partial)
 
     def token_losses(self, logits: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
-        def summed(x: Tensor) -> Tensor:
-            return mappings.reduce_from_tensor_model_parallel_region(x, group=self.group)
-
         peak = logits.detach().amax(-1)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self.group)
-        logsumexp = summed((logits - peak[:, None]).exp().sum(-1)).log() + peak
+        logsumexp = self._sum((logits - peak[:, None]).exp().sum(-1)).log() + peak
         local = labels - self.rank * logits.shape[-1]
         absent = (local < 0) | (local >= logits.shape[-1])
         own = logits.gather(-1, local.masked_fill(absent, 0)[:, None]).squeeze(-1)
-        loss = logsumexp - summed(own.masked_fill(absent, 0.0))
+        loss = logsumexp - self._sum(own.masked_fill(absent, 0.0))
         if label_smoothing > 0:
             finite = logits.isfinite()
-            count = summed(finite.sum(-1).to(logits.dtype))
-            mean = summed(logits.masked_fill(~finite, 0.0).sum(-1)) / count
+            count = self._sum(finite.sum(-1).to(logits.dtype))
+            mean = self._sum(logits.masked_fill(~finite, 0.0).sum(-1)) / count
             loss = (1 - label_smoothing) * loss + label_smoothing * (logsumexp - mean)
         return loss.masked_fill(labels < 0, 0.0), logsumexp
 

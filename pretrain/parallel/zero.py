@@ -199,7 +199,11 @@ class ZeroEngine:
         return self._engine.module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward. Under stage 3 every rank must call it equally often, with equal loop counts."""
+        """The model's forward. Under stage 3 every rank must call it equally often, with equal loop counts.
+
+        Stage 2 sums gradients in the order in which backward has them ready. So there too loop counts must be equal if
+        parameters are used in some loops only.
+        """
         return self._engine(*args, **kwargs)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -225,6 +229,12 @@ class ZeroEngine:
         """
         self._optimizer.set_hyperparameters(hyperparameters)
         self._optimizer.discard = discard
+        if self.stage == 1:
+            # DeepSpeed passes over what has no gradient on this rank, as a head that none of its rows came to, and
+            # would sum the next parameter's with it.
+            for parameter in self.module.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         self._engine.step()
         if self.stage == 3:
             # A parameter without a gradient in the next step would otherwise be given this step's again.

@@ -101,6 +101,9 @@ class StepRunner:
     ) -> None:
         self.cfg, self.engine, self.layout, self.sampler = cfg, engine, layout, sampler
         self.rank_positions, self.bos_id = list(loader.all_positions), loader.bos_id
+        # Of stage 3 each module call is collective; of stage 2 the order of the gradients, in which those of parameters
+        # that some loops use alone come earlier or later by the number of loops.
+        self.lockstep = engine.stage == 3 or (engine.stage == 2 and cfg.model.auxiliary.has_parameters)
 
     def run(
         self,
@@ -221,7 +224,7 @@ class StepRunner:
         size = self.cfg.train.micro_batch_size
         groups = form_micro_batches(own, size)
         minimum = [(0, 0)] * len(groups)
-        if self.engine.stage == 3:
+        if self.lockstep:
             minimum = lockstep_loops(row_depths, self.rank_positions, size)
         work = []
         for rows, (no_grad, grad) in zip(groups, minimum, strict=True):
