@@ -29,10 +29,10 @@ from pretrain.config.model import Family, ModelConfig
 from pretrain.config.schema import Config, LossConfig, TrainConfig
 from pretrain.model import loss
 from pretrain.model.batch import Loops, MicroBatch
+from pretrain.model.counter import StateKey
 from pretrain.model.looped import LoopedLM
 from pretrain.model.loss import Totals
 from pretrain.model.ops import TensorOps
-from pretrain.model.state import StateKey
 from pretrain.sampling.plan import LoopPlan
 from pretrain.sampling.sampler import Depths
 

@@ -21,9 +21,9 @@ from pretrain.config.model import Family
 from pretrain.config.schema import Config, LossConfig, ParallelConfig, TrainConfig, ZeroConfig
 from pretrain.memory import activation_memory, peak_memory
 from pretrain.model.batch import Loops, MicroBatch
+from pretrain.model.counter import StateKey
 from pretrain.model.looped import LoopedLM
 from pretrain.model.loss import Totals
-from pretrain.model.state import StateKey
 from pretrain.planning import Plan, checkpoint_bytes, expected_work
 from pretrain.sampling import DepthSampler
 from pretrain.sampling.plan import LoopPlan

@@ -33,11 +33,11 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.schema import LossConfig
 from pretrain.model.attention_mask import Context
 from pretrain.model.batch import Loops, MicroBatch
+from pretrain.model.counter import StateKey
 from pretrain.model.init import init_parameters
 from pretrain.model.looped import LoopedLM, LoopInputs
 from pretrain.model.loss import HeadSettings, HeadSums, Totals, head_logits
 from pretrain.model.ops import TensorOps
-from pretrain.model.state import StateKey
 from pretrain.sampling import Depths, DepthSampler
 from tools.bench_cache import cache_section
 from tools.one_process import make_micro_batch
@@ -189,8 +189,9 @@ class Bench:
         model, _ = self.model(variant)
         batch, loops = make_micro_batch(self.tokens, depths, bucket=len(depths) if variant.masked else 1)
         with torch.no_grad():
-            ctx = model.context_of(batch)
-            e, h_0 = model.start(batch, ctx, StateKey(SEED, 0, batch.rows))
+            key = StateKey(SEED, 0, batch.rows)
+            ctx = model.context_of(batch, key)
+            e, h_0 = model.start(batch, ctx, key)
         e.requires_grad_()
         model.zero_grad()
 

@@ -23,8 +23,8 @@ from pretrain.config.families import make_model_config
 from pretrain.config.loss import LossConfig
 from pretrain.config.model import AuxiliaryConfig, ModelConfig
 from pretrain.config.schema import Config
+from pretrain.model.counter import StateKey
 from pretrain.model.loss import Totals
-from pretrain.model.state import StateKey
 from pretrain.sampling import Depths
 from tools.one_process import make_micro_batch, make_model
 from tools.report import Table, markdown

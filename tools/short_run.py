@@ -18,9 +18,9 @@ import torch
 
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError, TrainingError
+from pretrain.model.counter import StateKey
 from pretrain.model.looped import LoopedLM
 from pretrain.model.loss import Totals
-from pretrain.model.state import StateKey
 from pretrain.parallel.schedule import hyperparameters
 from pretrain.sampling import DepthSampler
 from tools.baselines import Rows, split_rows

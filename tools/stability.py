@@ -37,9 +37,9 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.schema import LossConfig, OptimizerConfig, ScheduleConfig
 from pretrain.data.manifest import read_manifest
 from pretrain.errors import PretrainError
+from pretrain.model.counter import StateKey
 from pretrain.model.looped import LoopedLM
 from pretrain.model.loss import Totals
-from pretrain.model.state import StateKey
 from pretrain.parallel.schedule import hyperparameters
 from pretrain.sampling import DepthSampler
 from tools.baselines import Rows, Unigram, split_rows

@@ -194,7 +194,8 @@ class ModelConfig:
     norm_before_coda: bool = False
     """Apply the final norm also before the coda (Huginn)."""
     dropout: float = 0.0
-    """Dropout of attention and MLP outputs and of the embedding; only with tensor = pipeline = 1."""
+    """In training, of the embedding, the attention weights and every MLP's output: where the code of the blind-spot
+    paper has it, whose authors alone train with it. Attention then materialises its weights, [rows, heads, S, S]."""
     init: Literal["scaled_zero", "scaled", "normal"] = "scaled_zero"
     """scaled_zero: truncated-orthogonal matrices, zero output projections (Parcae); scaled: truncated normal
     with std sqrt(2 / (5 d)) (RDM); normal: N(0, 0.02), output projections divided by sqrt(2 layers)."""

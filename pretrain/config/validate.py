@@ -198,7 +198,6 @@ def _check_tensor(cfg: Config) -> None:
         f"a multiple of parallel.tensor={tensor}, since parallel.sequence_parallel=true; nearest: "
         f"{_nearest_multiples(model.context_length, tensor)}",
     )  # fmt: skip
-    require(model.dropout == 0, "model.dropout", model.dropout, f"0, since parallel.tensor={tensor}")
 
 
 def _sharded_sizes(model: ModelConfig) -> Iterable[tuple[str, int]]:
@@ -223,7 +222,6 @@ def _check_pipeline(cfg: Config) -> None:
         f"model.core_layers={_nearest_multiples(model.core_layers, pipeline)}, or parallel.pipeline="
         f"{_nearest_divisors(model.core_layers, pipeline)}",
     )  # fmt: skip
-    require(model.dropout == 0, "model.dropout", model.dropout, f"0, since parallel.pipeline={pipeline}")
     require(
         not cfg.evaluation.tasks, "evaluation.tasks", cfg.evaluation.tasks,
         f"[], since parallel.pipeline={pipeline} takes rows of one length only; run tools/evaluate.py on the "

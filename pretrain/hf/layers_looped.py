@@ -163,7 +163,7 @@ class LoopedLayer(GradientCheckpointingLayer):
         source = normed = self.attention_norm(x)
         if self.queries_from_feedback and feedback is not None:
             source = self.attention_norm(feedback)
-        x = self.attention_post_norm(x + self.dropout(self.attention(normed, source, ctx, values, slot, running)))
+        x = self.attention_post_norm(x + self.attention(normed, source, ctx, values, slot, running))
         return self.mlp_post_norm(x + self.dropout(self.mlp(self.mlp_norm(x))))
 
 

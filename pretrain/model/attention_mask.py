@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.config.model import ModelConfig
+from pretrain.model.counter import purposed
+from pretrain.model.dropout import Dropout
+from pretrain.model.ops import TensorOps, fp32_at_least
 
 
 class Segments(NamedTuple):
@@ -51,6 +54,8 @@ class Context(NamedTuple):
     row_ends: tuple[int, ...] = ()
     per_row: bool = False
     """Whether the tables above differ from row to row."""
+    noise: Tensor | None = None
+    """int32 [B, S]: what dropout's masks follow from in this loop; None where nothing is dropped."""
 
     def rows(self, count: int) -> Context:
         """The context of the first `count` rows."""
@@ -61,10 +66,19 @@ class Context(NamedTuple):
         boundaries = self.boundaries
         if boundaries is not None:
             boundaries = boundaries[: self.row_ends[count] + 1]
+        noise = self.noise if self.noise is None else self.noise[:count]
         return Context(
             cut(self.cos), cut(self.sin), cut(self.full_mask), cut(self.window_mask), boundaries,
-            self.row_ends[: count + 1], self.per_row,
+            self.row_ends[: count + 1], self.per_row, noise,
         )  # fmt: skip
+
+    def local_noise(self, ops: TensorOps) -> Tensor | None:
+        """The share [B, s] of `noise` for the positions that this rank holds outside the sharded regions."""
+        return self.noise if self.noise is None else self.noise[:, ops.local_sequence(self.noise.shape[1])]
+
+    def in_loop(self, number: int) -> Context:
+        """The context of one loop, in which dropout has masks of its own; `number` as by `Loops.number`."""
+        return self if self.noise is None else self._replace(noise=purposed(self.noise, number))
 
 
 def rope_tables(cfg: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,12 +136,14 @@ def make_context(
     segments: Segments | None = None,
     key_valid: Tensor | None = None,
     past: int = 0,
+    noise: Tensor | None = None,
 ) -> Context:
     """The context of queries past..past+length-1 over keys 0..past+length-1.
 
     `positions` [B or 1, length] are the queries' positions (default: their places); `document_ids` [B, length]
     keep attention within documents (`segments`, their host-side form, is used by the CUDA kernels);
-    `key_valid` bool [B, past + length] masks padding.
+    `key_valid` bool [B, past + length] masks padding. With `noise` (`Context.noise`) attention drops weights, which no
+    fused kernel does by given masks; so there is a mask as a tensor whatever the rest asks for.
     """
     queries = torch.arange(past, past + length, device=device)
     if positions is None:
@@ -136,28 +152,50 @@ def make_context(
     cos, sin = rope_tables(cfg, positions) if cfg.positions == "rope" else (None, None)
     windows = cfg.sliding_window is not None
     flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and past == 0 and key_valid is None
+    flash = flash and noise is None
     if flash and document_ids is not None:
         segments = segments or Segments.of(document_ids)
         boundaries = segments.boundaries.to(device, non_blocking=True)
         return Context(cos, sin, None, None, boundaries, segments.row_ends, per_row)
     keys = torch.arange(past + length, device=device)
     # One query against a cache sees every key: no mask is needed then either.
-    plain = document_ids is None and key_valid is None and (past == 0 or length == 1)
+    plain = document_ids is None and key_valid is None and (past == 0 or length == 1) and noise is None
     full = None if plain else _dense_mask(queries, keys, None, document_ids, key_valid)
     window = _dense_mask(queries, keys, cfg.sliding_window, document_ids, key_valid) if windows else None
-    return Context(cos, sin, full, window, None, per_row=per_row)
+    return Context(cos, sin, full, window, None, per_row=per_row, noise=noise)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, ctx: Context, window: int | None, dropout: float = 0.0) -> Tensor:
-    """Softmax attention: q [B, Q, H, C], k and v [B, K, heads, C] -> [B, Q, H, C]. Heads may be grouped."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, ctx: Context, window: int | None, dropout: Dropout, first_head: int = 0
+) -> Tensor:
+    """Softmax attention: q [B, Q, H, C], k and v [B, K, heads, C] -> [B, Q, H, C]. Heads may be grouped.
+
+    `first_head` is the number of the first one of q in the whole layer.
+    """
     grouped = q.shape[2] != k.shape[2]
+    if ctx.noise is not None:
+        return _attend_dropping(q, k, v, ctx, window, dropout, first_head)
     if ctx.boundaries is not None:
         return _attend_segments(q, k, v, ctx.boundaries, window, grouped)
     mask = ctx.full_mask if window is None else ctx.window_mask
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     causal = mask is None and q.shape[2] == k.shape[2]
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, enable_gqa=grouped)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
     return y.transpose(1, 2)
+
+
+def _attend_dropping(
+    q: Tensor, k: Tensor, v: Tensor, ctx: Context, window: int | None, dropout: Dropout, first_head: int
+) -> Tensor:
+    """`attend` with dropout of the weights, which are materialised: [B, H, Q, K], their softmax in fp32."""
+    mask = ctx.full_mask if window is None else ctx.window_mask
+    assert mask is not None and ctx.noise is not None
+    group = q.shape[2] // k.shape[2]
+    q = q.transpose(1, 2)
+    k, v = (x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
+    scores = fp32_at_least(q @ k.mT) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return (dropout.weights(weights, ctx.noise, first_head).to(v.dtype) @ v).transpose(1, 2)
 
 
 def _attend_segments(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, window: int | None, grouped: bool) -> Tensor:

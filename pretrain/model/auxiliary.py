@@ -19,8 +19,8 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.schema import LossConfig
 from pretrain.model.batch import MicroBatch
 from pretrain.model.layers import Linear, RMSNorm, mark
-from pretrain.model.loss import Totals, fp32_at_least, head_sums
-from pretrain.model.ops import TensorOps
+from pretrain.model.loss import Totals, head_sums
+from pretrain.model.ops import TensorOps, fp32_at_least
 from pretrain.model.subspace import readout_directions
 
 if TYPE_CHECKING:

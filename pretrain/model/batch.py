@@ -56,6 +56,10 @@ class Loops(NamedTuple):
         tokens = torch.from_numpy(no_grad).to(device), torch.from_numpy(grad).to(device)
         return Loops(plan.no_grad, plan.grad, tuple(grad.max(1).tolist()), *tokens)
 
+    def number(self, loop: int, grad: bool) -> int:
+        """Of loop `loop` of a phase, by the loops that are left: the same for a row among whatever others it runs."""
+        return 2 * (len(self.grad if grad else self.no_grad) - loop) + grad
+
     def local(self, positions: slice) -> Loops:
         """The same with the per-token counts of a share of the positions."""
         if self.token_no_grad is None or self.token_grad is None:

@@ -45,7 +45,7 @@ class CompiledStep:
         uniform = inputs._replace(
             drive=inputs.drive._replace(drive=_rows(inputs.drive.drive), decay=_as_used(inputs.drive.decay)),
             # row_ends are host integers that the layers do not read; each would be a guard.
-            ctx=ctx._replace(row_ends=(), **tables),
+            ctx=ctx._replace(row_ends=(), noise=_rows(ctx.noise), **tables),
             values=tuple(_rows(value) for value in inputs.values),
         )
         return self._step(_rows(h), uniform, _rows(first))

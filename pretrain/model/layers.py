@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pretrain.config.model import ModelConfig
 from pretrain.model.attention_mask import Context, attend, rotate
 from pretrain.model.cache import CacheSlot
+from pretrain.model.dropout import Dropout
 from pretrain.model.ops import TensorOps
 
 Part = Literal["prelude", "core", "coda"]
@@ -97,10 +98,11 @@ class Attention(nn.Module):
     def __init__(self, cfg: ModelConfig, part: Part, index: int, ops: TensorOps) -> None:
         super().__init__()
         self.ops, self.channels, self.gate_channels = ops, cfg.head_channels, cfg.value_gate_channels
-        self.layout, self.dropout = cfg.rope_layout, cfg.dropout
+        self.layout, self.dropout = cfg.rope_layout, Dropout(cfg.dropout, f"{part}.{index}.attention")
         self.window = cfg.window_of(part, index)
         self.norm_eps = (cfg.qk_norm_eps or 2.0**-23) if cfg.qk_norm else None
         width, heads, kv_heads = cfg.width_of(part), cfg.heads_of(part), cfg.kv_heads_of(part)
+        self.first_head = ops.rank * (heads // ops.size)
         self.query = Linear(width, heads * self.channels, ops, 0, muon=True)
         self.key = Linear(width, kv_heads * self.channels, ops, 0, muon=True)
         self.value = Linear(width, kv_heads * self.channels, ops, 0, muon=True)
@@ -136,7 +138,7 @@ class Attention(nn.Module):
             v = v + gate[..., None] * values.to(v.dtype)
         if cache is not None:
             k, v = cache.update(k, v)
-        y = attend(q, k, v, ctx, self.window, self.dropout if self.training else 0.0)
+        y = attend(q, k, v, ctx, self.window, self.dropout, self.first_head)
         return self.ops.leave(self.output(y.flatten(-2)))
 
 
@@ -182,7 +184,7 @@ class Layer(nn.Module):
         self.attention_post_norm = RMSNorm(width, cfg, ops) if sandwich else nn.Identity()
         self.mlp_post_norm = RMSNorm(width, cfg, ops) if sandwich else nn.Identity()
         self.feedback_norm = RMSNorm(width, cfg, ops) if feedback == "residual" else None
-        self.dropout = nn.Dropout(cfg.dropout)
+        self.ops, self.dropout = ops, Dropout(cfg.dropout, f"{part}.{index}.mlp")
 
     def forward(
         self,
@@ -201,6 +203,5 @@ class Layer(nn.Module):
         if self.queries_from_feedback and feedback is not None:
             assert first is not None
             source = torch.where(first, normed, self.attention_norm(feedback))
-        attended = self.attention(normed, source, ctx, values, cache)
-        x = self.attention_post_norm(x + self.dropout(attended))
-        return self.mlp_post_norm(x + self.dropout(self.mlp(self.mlp_norm(x))))
+        x = self.attention_post_norm(x + self.attention(normed, source, ctx, values, cache))
+        return self.mlp_post_norm(x + self.dropout(self.mlp(self.mlp_norm(x)), ctx.local_noise(self.ops)))

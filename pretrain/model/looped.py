@@ -28,12 +28,14 @@ from pretrain.model.auxiliary import BlindDirections, Heads
 from pretrain.model.batch import Loops, MicroBatch
 from pretrain.model.cache import LoopCache
 from pretrain.model.compiled import CompiledStep
+from pretrain.model.counter import StateKey
+from pretrain.model.dropout import Dropout, dropout_noise
 from pretrain.model.injection import Drive, Injection
 from pretrain.model.layers import Layer, Linear, Part, RMSNorm, mark
-from pretrain.model.loss import HeadSettings, Totals, head_logits, token_losses
+from pretrain.model.loss import HeadSettings, Totals, chunked_losses, head_logits
 from pretrain.model.objective import LossOutput, Objective
 from pretrain.model.ops import TensorOps
-from pretrain.model.state import StateKey, initial_state
+from pretrain.model.state import initial_state
 
 Edit = Callable[[int, Tensor, Tensor], Tensor]
 """(loop from 1, state before it, state after it) -> the state to go on with."""
@@ -60,6 +62,10 @@ class LoopInputs(NamedTuple):
         """Of the first `count` rows."""
         drive = Drive(self.drive.drive[:count], self.drive.decay)
         return LoopInputs(drive, self.ctx.rows(count), tuple(v if v is None else v[:count] for v in self.values))
+
+    def in_loop(self, number: int) -> LoopInputs:
+        """Of one loop, as `Context.in_loop`."""
+        return self._replace(ctx=self.ctx.in_loop(number))
 
 
 class PositionEmbedding(nn.Module):
@@ -124,7 +130,7 @@ class LoopedLM(nn.Module):
         self.head = VocabularyMatrix(cfg, ops) if untied else None
         self.auxiliary = Heads(cfg, ops) if stage.last else None
         self._blind_directions = BlindDirections()
-        self.dropout = nn.Dropout(cfg.dropout)
+        self.dropout = Dropout(cfg.dropout, "embedding")
         self._core_step: Callable[..., Tensor] = self.core_step
 
     def _layers(self, part: Part, indices: range) -> nn.ModuleDict:
@@ -166,9 +172,8 @@ class LoopedLM(nn.Module):
 
     def checkpointed(self, function: Callable[..., Any], *args: Any) -> Any:
         """function(*args), computed again in backward instead of keeping its intermediate results."""
-        # Only dropout draws inside; saving the generators costs a device synchronisation per call.
-        draws = self.cfg.dropout > 0
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws)
+        # Nothing inside draws from a generator; saving them costs a device synchronisation per call.
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
     def encode(self, tokens: Tensor, ctx: Context, positions: Tensor, cache: LoopCache | None = None) -> Tensor:
         """e [B, s, D] in the compute type: embedding, prelude and its norm."""
@@ -177,7 +182,7 @@ class LoopedLM(nn.Module):
             x = x * self.cfg.width**0.5
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
-        x = self.dropout(x.to(self.compute_dtype))
+        x = self.dropout(x.to(self.compute_dtype), ctx.local_noise(self.ops))
         x = self.run_layers("prelude", x, ctx, self.look_up_values("prelude", tokens), cache=cache)
         return self.prelude_norm(x)
 
@@ -238,7 +243,7 @@ class LoopedLM(nn.Module):
         self, batch: MicroBatch, loops: Loops, key: StateKey, loss_cfg: LossConfig, totals: Totals
     ) -> LossOutput:
         """This micro-batch's share of the training loss, with truncated backpropagation through the loops."""
-        tokens, ctx = batch.tokens, self.context_of(batch)
+        tokens, ctx = batch.tokens, self.context_of(batch, key)
         e, h_0 = self.start(batch, ctx, key)
         inputs = LoopInputs(self.injection.input(e), ctx, self.look_up_values("core", tokens))
         values = self.look_up_values("coda", tokens)
@@ -248,11 +253,14 @@ class LoopedLM(nn.Module):
             objective.add(loop, state)
         return objective.output()
 
-    def context_of(self, batch: MicroBatch) -> Context:
-        """What attention shares over the layers and loops of a training batch."""
+    def context_of(self, batch: MicroBatch, key: StateKey | None) -> Context:
+        """What layers and loops share in a training batch; `key` None is evaluation, which drops nothing."""
+        length = batch.tokens.shape[1]
+        drops = self.training and self.cfg.dropout > 0
         return make_context(
-            self.cfg, batch.tokens.shape[1], batch.tokens.device, self.compute_dtype,
+            self.cfg, length, batch.tokens.device, self.compute_dtype,
             positions=batch.positions, document_ids=batch.document_ids, segments=batch.segments,
+            noise=dropout_noise(key, length) if drops and key is not None else None,
         )  # fmt: skip
 
     def start(self, batch: MicroBatch, ctx: Context, key: StateKey | None) -> tuple[Tensor, Tensor]:
@@ -314,7 +322,8 @@ class LoopedLM(nn.Module):
         """The core step of one loop, on the rows so far and newcomers with their h_0."""
         count = (loops.grad if grad else loops.no_grad)[loop].computed
         h = _join(state, h_0, count)
-        return self._core_step(h, inputs.rows(count), self.in_first_loop(loops, loop, grad, h.device))
+        own = inputs.rows(count).in_loop(loops.number(loop, grad))
+        return self._core_step(h, own, self.in_first_loop(loops, loop, grad, h.device))
 
     def _advance(self, state: Tensor, updated: Tensor, h_0: Tensor, loops: Loops, loop: int, grad: bool) -> Tensor:
         """The state after a loop: `updated`, except that what waits keeps its own.
@@ -439,10 +448,8 @@ class LoopedLM(nn.Module):
     def readout_losses(self, h: Tensor, ctx: Context, values: Sequence[Tensor | None], labels: Tensor) -> Tensor:
         """Cross entropy of each token by the readout of a state h [B, s, d_h]: fp32 [B, S]."""
         y = self.ops.enter(self.decode(h, ctx, values)).flatten(0, 1)
-        chunk, settings = LossConfig().chunk_tokens, self.head_settings()
-        chunks = zip(y.split(chunk), labels.flatten().split(chunk), strict=True)
-        losses = [self.vocabulary_head(token_losses, c, label, settings, self.ops)[0] for c, label in chunks]
-        return torch.cat(losses).view(labels.shape)
+        losses: Tensor = self.vocabulary_head(chunked_losses, y, labels.flatten(), self.head_settings(), self.ops)
+        return losses.view(labels.shape)
 
     def readout_scores(self, h: Tensor, ctx: Context, values: Sequence[Tensor | None], labels: Tensor) -> Tensor:
         """(cross entropy, label is the most likely token) of each token: [2, B, S], 0 where labels are below 0.

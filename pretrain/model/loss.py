@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.config.schema import LossConfig
-from pretrain.model.ops import TensorOps
+from pretrain.model.ops import TensorOps, fp32_at_least
 
 
 class Totals(NamedTuple):
@@ -47,11 +47,6 @@ class HeadSums(NamedTuple):
     z: Tensor
 
 
-def fp32_at_least(x: Tensor) -> Tensor:
-    """x in fp32, or fp64 if it already is."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def head_logits(weight: Tensor, hidden: Tensor, settings: HeadSettings, ops: TensorOps) -> Tensor:
     """fp32 logits of this rank's vocabulary rows, [..., D] -> [..., V]; rows of the padding are cut or -inf."""
     if ops.size == 1:
@@ -71,6 +66,15 @@ def token_losses(
 ) -> tuple[Tensor, Tensor]:
     """Cross entropy and logsumexp of each token, fp32 [N] each: hidden [N, D], labels [N] (below 0: loss 0)."""
     return ops.token_losses(head_logits(weight, hidden, settings, ops), labels, settings.label_smoothing)
+
+
+def chunked_losses(weight: Tensor, hidden: Tensor, labels: Tensor, settings: HeadSettings, ops: TensorOps) -> Tensor:
+    """Cross entropy of each token, fp32 [N], with the logits of one chunk at a time; arguments as of `token_losses`.
+
+    One use of the matrix, however many rows a rank has.
+    """
+    chunks = zip(hidden.split(settings.chunk_tokens), labels.split(settings.chunk_tokens), strict=True)
+    return torch.cat([token_losses(weight, *chunk, settings, ops)[0] for chunk in chunks])
 
 
 def _chunk_sums(

@@ -44,7 +44,7 @@ class Objective:
     ) -> None:
         """`step` (0-based) is what schedules of the weights go by."""
         self.model, self.batch, self.cfg, self.totals = model, batch, cfg, totals
-        self.ctx, self.values, self.num_loops = ctx, values, len(loops.grad)
+        self.loops, self.ctx, self.values, self.num_loops = loops, ctx, values, len(loops.grad)
         rows = torch.tensor(loops.grad_loops, device=batch.tokens.device)[:, None]
         own = rows if loops.token_grad is None else loops.token_grad
         self.readout_weights = loop_weights(own, self.num_loops, cfg.objective)  # [T, B, 1 or S]
@@ -88,7 +88,8 @@ class Objective:
     def _add_readout(self, loop: int, state: Tensor, last: bool) -> None:
         model, count = self.model, state.shape[0]
         labels = self.batch.labels[:count]
-        y = model.decode(state, self.ctx.rows(count), [v if v is None else v[:count] for v in self.values], None, last)
+        ctx = self.ctx.rows(count).in_loop(self.loops.number(loop, grad=True))
+        y = model.decode(state, ctx, [v if v is None else v[:count] for v in self.values], None, last)
         y = model.ops.enter(y).flatten(0, 1)
         terminal = self.cfg.objective == "terminal"
         weights = None if terminal else self.readout_weights[loop, :count].expand(labels.shape).flatten()

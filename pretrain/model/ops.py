@@ -70,3 +70,8 @@ def shard(full: Tensor, partition_dim: int | None, ops: TensorOps) -> Tensor:
     if partition_dim is None or ops.size == 1:
         return full
     return torch.chunk(full, ops.size, dim=partition_dim)[ops.rank]
+
+
+def fp32_at_least(x: Tensor) -> Tensor:
+    """x in fp32, or fp64 if it already is."""
+    return x if x.dtype == torch.float64 else x.float()

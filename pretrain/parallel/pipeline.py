@@ -30,11 +30,11 @@ from torch import Tensor
 
 from pretrain.config.schema import LossConfig
 from pretrain.model.batch import Loops, MicroBatch
+from pretrain.model.counter import StateKey
 from pretrain.model.injection import Drive
 from pretrain.model.looped import LoopedLM, Stage
 from pretrain.model.loss import Totals
 from pretrain.model.objective import Objective
-from pretrain.model.state import StateKey
 from pretrain.parallel.megatron import Layout, circular_schedule
 from pretrain.sampling import LoopStep
 
@@ -191,7 +191,7 @@ class CircularPipeline:
     def _prepare(self, part: Part, grad: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Chunk 0: what all chunks share. Returns the tensors with a gradient, and the copies that later chunks use."""
         model, shared = self.model, part.invariants
-        shared["ctx"] = model.context_of(part.batch)
+        shared["ctx"] = model.context_of(part.batch, part.key)
         held: list[Tensor | None] = []
         if model.stage.first:
             e, h_0 = model.start(part.batch, shared["ctx"], part.key)
@@ -223,7 +223,7 @@ class CircularPipeline:
     ) -> tuple[Tensor, Tensor | None]:
         """(state, feedback) after this rank's share of a loop; rows that have not joined are carried along."""
         model, count = self.model, step.active
-        ctx = part.invariants["ctx"].rows(count)
+        ctx = part.invariants["ctx"].rows(count).in_loop(part.loops.number(loop, grad))
         first = model.in_first_loop(part.loops, loop, grad, state.device)
         first = first if first is None else first[:count]
         values = [v if v is None else v[:count] for v in invariants[2 if model.stage.first else 0 :]]

@@ -13,9 +13,9 @@ from pretrain.config.schema import Config
 from pretrain.data.documents import IGNORED_LABEL
 from pretrain.model.attention_mask import Context
 from pretrain.model.batch import Loops, MicroBatch
+from pretrain.model.counter import StateKey
 from pretrain.model.looped import LoopedLM
 from pretrain.model.loss import Totals
-from pretrain.model.state import StateKey
 from pretrain.parallel.megatron import Layout
 from pretrain.parallel.pipeline import CircularPipeline, Part
 from pretrain.parallel.zero import ZeroEngine

@@ -24,8 +24,8 @@ from pretrain.data.loader import RankBatch
 from pretrain.errors import DistributedError
 from pretrain.model.attention_mask import Context
 from pretrain.model.batch import Loops, MicroBatch
+from pretrain.model.counter import StateKey
 from pretrain.model.loss import Totals
-from pretrain.model.state import StateKey
 from pretrain.parallel.megatron import Layout
 from pretrain.parallel.schedule import Hyperparameters, hyperparameters
 from pretrain.parallel.zero import ZeroEngine

@@ -12,10 +12,10 @@ from torch import Tensor
 from pretrain.config.schema import LossConfig
 from pretrain.model.attention_mask import make_context
 from pretrain.model.batch import Loops, MicroBatch
+from pretrain.model.counter import StateKey
 from pretrain.model.looped import LoopedLM, LoopInputs
 from pretrain.model.loss import Totals
 from pretrain.model.objective import LossOutput
-from pretrain.model.state import StateKey
 from pretrain.sampling import Depths, LoopPlan
 
 
@@ -51,7 +51,7 @@ def train_loss(model: LoopedLM, batch: MicroBatch, loops: Loops, cfg: LossConfig
 
 def train_states(model: LoopedLM, batch: MicroBatch, loops: Loops) -> list[Tensor]:
     """States after each gradient loop, as the training forward makes them."""
-    ctx = model.context_of(batch)
+    ctx = model.context_of(batch, None)
     e, h_0 = model.start(batch, ctx, StateKey(1, 0, batch.rows))
     inputs = LoopInputs(model.injection.input(e), ctx, model.look_up_values("core", batch.tokens))
     return list(model.run_loops(h_0, inputs, loops))

@@ -17,10 +17,10 @@ from pretrain.config.model import AuxiliaryConfig
 from pretrain.config.schema import Config, DataConfig, ParallelConfig, TrainConfig
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
+from pretrain.model.counter import StateKey
 from pretrain.model.looped import LoopedLM
 from pretrain.model.loss import Totals
 from pretrain.model.ops import TensorOps
-from pretrain.model.state import StateKey
 from pretrain.model.subspace import readout_directions
 from tests.model.helpers import make_batch, train_loss, train_states
 from tests.model.tiny import random_model, tiny_config

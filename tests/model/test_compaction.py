@@ -18,8 +18,8 @@ from torch import Tensor
 
 from pretrain.config.schema import LossConfig
 from pretrain.model.batch import Loops, MicroBatch
+from pretrain.model.counter import StateKey
 from pretrain.model.looped import LoopedLM, LoopInputs
-from pretrain.model.state import StateKey
 from tests.model.helpers import make_batch, state_logits, train_loss, train_states
 from tests.model.tiny import random_model, tiny_config
 
@@ -86,7 +86,7 @@ class Reference:
 
     def __init__(self, model: LoopedLM, batch: MicroBatch) -> None:
         self.model, self.batch = model, batch
-        self.ctx = model.context_of(batch)
+        self.ctx = model.context_of(batch, None)
         e, self.h_0 = model.start(batch, self.ctx, StateKey(1, 0, batch.rows))
         self.inputs = LoopInputs(model.injection.input(e), self.ctx, model.look_up_values("core", batch.tokens))
 

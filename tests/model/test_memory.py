@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pretrain.config.schema import LossConfig
+from pretrain.model.counter import StateKey
 from pretrain.model.looped import LoopedLM
 from pretrain.model.loss import Totals
-from pretrain.model.state import StateKey
 from tests.model.helpers import make_batch, train_loss
 from tests.model.tiny import random_model, tiny_config
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pretrain.config.model import ModelConfig
-from pretrain.model.state import StateKey, initial_state, state_std
+from pretrain.model.counter import StateKey
+from pretrain.model.state import initial_state, state_std
 from tests.model.tiny import tiny_config
 
 ROWS, LENGTH, WIDTH = 6, 64, 256

@@ -19,9 +19,9 @@ from pretrain.config.schema import LossConfig
 from pretrain.errors import ConfigError
 from pretrain.model import loss
 from pretrain.model.batch import Loops, MicroBatch
+from pretrain.model.counter import StateKey
 from pretrain.model.looped import LoopedLM
 from pretrain.model.loss import Totals
-from pretrain.model.state import StateKey
 from pretrain.planning import backprop_loops
 from pretrain.sampling.distributions import loop_thresholds
 from pretrain.sampling.plan import LoopPlan
