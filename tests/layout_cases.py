@@ -8,7 +8,8 @@ import torch
 from pretrain.parallel import megatron, zero
 from pretrain.parallel.megatron import Layout
 from pretrain.sampling import Depths
-from tools.check_layouts import CASES, ROWS, Case, Difference, alone, largest, partition_dims, tiny_config, train
+from tools.check_layouts import CASES, ROWS, Case, tiny_config
+from tools.layout_runs import Difference, alone, largest, partition_dims, train
 
 FAMILY = "parcae_flt"
 LOOPS = (1, 3, 8, 1)

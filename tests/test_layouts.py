@@ -42,7 +42,8 @@ def test_every_layout_trains_as_one_process_does() -> None:
 
 @pytest.mark.layouts
 def test_what_is_not_a_number_is_too_large() -> None:
-    from tools.check_layouts import Difference, columns, largest, within
+    from tools.check_layouts import columns, within
+    from tools.layout_runs import Difference, largest
 
     assert largest([0.0, 1e-9, float("nan"), 1e-8]) == float("inf")
     assert within(columns("fp32", Difference(1e-9, 1e-9, largest([1e-9, 1e-8]), 0.0)))

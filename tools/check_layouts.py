@@ -14,12 +14,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
-import math
 import os
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -28,24 +27,15 @@ if not __package__:
     sys.path[:] = [str(Path(__file__).resolve().parents[1]), *sys.path[1:]]
 
 import torch
-import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from pretrain.config.families import FAMILIES
 from pretrain.config.schema import Config
-from pretrain.data.loader import RankBatch
-from pretrain.data.place import rank_positions
 from pretrain.files import write_text
 from pretrain.messages import set_up_console
-from pretrain.model.looped import LoopedLM
-from pretrain.model.ops import shard
 from pretrain.parallel import megatron, zero
-from pretrain.parallel.megatron import Layout
-from pretrain.parallel.tensor_ops import tensor_ops
-from pretrain.parallel.zero import PARAMETER, ZeroEngine
-from pretrain.sampling import DepthSampler
-from pretrain.train.build import build_model
-from pretrain.train.pipeline_step import make_runner
+from tools.layout_draws import main_draws
+from tools.layout_runs import TOLERANCES, Difference, Trace, alone, partition_dims, train
 
 WORLD, ROWS = 4, 16
 FAMILY_NAMES, OPTIMIZERS, PRECISIONS = ("parcae", "flt", "parcae_flt", "rdm"), ("adamw", "muon"), ("fp32", "bf16")
@@ -83,36 +73,6 @@ CASES = (
 CASE_NAMES = tuple(case.name for case in CASES)
 
 
-@dataclass
-class Trace:
-    """What a run leaves to compare."""
-
-    losses: list[float]
-    norms: list[float]
-    tensors: dict[tuple[str, str], torch.Tensor]
-    """By name and key: this rank's share of weights and optimizer state."""
-    copies_agree: bool
-    """The two copies of a tied matrix are equal bit for bit."""
-
-
-class Rows:
-    """A loader of fixed random rows, dealt to ranks as the real one deals them."""
-
-    bos_id = 0
-
-    def __init__(self, cfg: Config, layout: Layout) -> None:
-        self.cfg, self.layout = cfg, layout
-        self.all_positions = rank_positions(cfg.train.global_batch_size, layout.data_size)
-
-    def batch(self, step: int) -> RankBatch:
-        """This rank's rows of a step."""
-        shape = (self.cfg.train.global_batch_size, self.cfg.model.context_length + 1)
-        generator = torch.Generator().manual_seed(step)
-        rows = torch.randint(1, self.cfg.model.vocab_size, shape, generator=generator)
-        positions = torch.from_numpy(self.all_positions[self.layout.data_rank])
-        return RankBatch(rows[positions], positions)
-
-
 def tiny_config(family: str, optimizer: str, precision: str, case: Case, checkpointing: str = "none") -> Config:
     """A model of four heads that the layout of `case` can share, and a batch for it."""
     from omegaconf import OmegaConf
@@ -144,81 +104,6 @@ def tiny_config(family: str, optimizer: str, precision: str, case: Case, checkpo
     return config
 
 
-def train(cfg: Config, layout: Layout, num_steps: int, sampler: Any = None) -> Trace:
-    """Trains `num_steps` steps in `layout`, with the loop counts of `sampler` (default: the configuration's)."""
-    model = build_model(cfg, layout)
-    engine = ZeroEngine(model, cfg, layout)
-    sampler = sampler or DepthSampler.from_config(
-        cfg.model.recurrence, seed=cfg.train.seed, global_batch_size=cfg.train.global_batch_size
-    )
-    rows = Rows(cfg, layout)
-    runner = make_runner(cfg, engine, layout, sampler, rows)
-    losses, norms = [], []
-    for step in range(num_steps):
-        report = runner.run(step, rows.batch(step))
-        losses.append(report.terms["loss"])
-        norms.append(report.grad_norm or 0.0)
-    tensors = {(name, key): tensor.clone() for name, key, tensor in engine.saved_tensors()}
-    agree = _copies_agree(engine, layout)
-    engine.close()
-    return Trace(losses, norms, tensors, agree)
-
-
-def _copies_agree(engine: ZeroEngine, layout: Layout) -> bool:
-    model = cast(LoopedLM, engine.module)
-    if layout.embedding_group is None or not model.cfg.tie_embeddings or not (model.stage.first or model.stage.last):
-        return True
-    copies = [torch.empty_like(model.embedding.weight) for _ in range(2)]
-    dist.all_gather(copies, model.embedding.weight.detach(), group=layout.embedding_group)
-    return torch.equal(*copies)
-
-
-def alone(layout: Layout) -> Layout:
-    """The layout of one process, this one, inside a larger world."""
-    groups = [dist.new_group([rank]) for rank in range(layout.world_size)]
-    own = cast(dist.ProcessGroup, groups[layout.rank])
-    return replace(
-        layout, rank=0, tensor_size=1, tensor_rank=0, pipeline_size=1, pipeline_rank=0, data_size=1, data_rank=0,
-        sequence_parallel=False, tensor_group=own, pipeline_group=own, data_group=own, model_group=own,
-        embedding_group=None, world_size=1, world_group=own,
-    )  # fmt: skip
-
-
-def largest(differences: Iterable[float]) -> float:
-    """The largest, and infinity where one is not a number: `max` would pass over it."""
-    return max(math.inf if math.isnan(x) else x for x in differences)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Largest relative differences from the run on one process, over all ranks."""
-
-    loss: float
-    norm: float
-    weight: float
-    """Relative L2 of a tensor; inf where the copies of a tied matrix differ."""
-    state: float
-    """The same of the optimizer's state."""
-
-    @staticmethod
-    def between(trace: Trace, reference: Trace, layout: Layout, dims: dict[str, int | None]) -> Difference:
-        """Of this layout's run; collective over all ranks."""
-        ops = tensor_ops(layout)
-
-        def relative(own: Sequence[float], other: Sequence[float]) -> float:
-            return largest(abs(a - b) / abs(b) for a, b in zip(own, other, strict=True))
-
-        weights, states = [0.0 if trace.copies_agree else math.inf], [0.0]
-        for (name, key), tensor in trace.tensors.items():
-            expected = shard(reference.tensors[name, key], dims[name], ops)
-            difference = float((tensor - expected).norm() / expected.norm().clamp(min=1e-12))
-            (weights if key == PARAMETER else states).append(difference)
-        losses, norms = relative(trace.losses, reference.losses), relative(trace.norms, reference.norms)
-        values = torch.tensor([losses, norms, largest(weights), largest(states)], dtype=torch.float64)
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return Difference(*values.tolist())
-
-
 def differences(
     families: Sequence[str],
     optimizers: Sequence[str],
@@ -247,17 +132,7 @@ def differences(
                     yield family, optimizer, case.name, precision, difference
 
 
-def partition_dims(cfg: Config) -> dict[str, int | None]:
-    """Dimension that tensor parallelism shards, by parameter."""
-    from pretrain.accounting import parameter_table
-
-    return {name: p.partition_dim for name, p in parameter_table(cfg.model).items()}
-
-
 # ------------------------------------------------------------------------------------------------------------ table
-
-TOLERANCES = {"loss": 1e-5, "gradient norm": 1e-5, "weights": 1e-4, "bf16 loss": 2e-2}
-"""By column: the largest relative difference that is accepted."""
 
 Key = tuple[str, str, str]
 """Family, optimizer and layout."""
@@ -338,6 +213,9 @@ def main() -> None:
         ("families", FAMILY_NAMES), ("optimizers", OPTIMIZERS), ("layouts", CASE_NAMES), ("precisions", PRECISIONS),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", nargs="+", default=choices, choices=choices, metavar="NAME")
+    parser.add_argument("--draws", type=int, metavar="N", help="in place of the table: N configurations by chance")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument("--first", type=int, default=0, help="number of the first draw")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--markdown", type=Path, help="document whose table takes the differences")
     args = parser.parse_args()
@@ -347,11 +225,13 @@ def main() -> None:
         parser.error(f"--markdown={args.markdown}: expected a document with the lines {BEGIN} and {END} around a table")
     set_up_console()
     logging.getLogger("pretrain").setLevel(logging.WARNING)
+    # Imported once: the processes are forks of this one.
+    importlib.import_module("megatron.core.pipeline_parallel.schedules")
+    if args.draws is not None:
+        sys.exit(main_draws(args))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # Imported once: the processes are forks of this one.
-    importlib.import_module("megatron.core.pipeline_parallel.schedules")
     try:
         start_processes(_worker, (port, args), nprocs=WORLD, start_method="fork")
     except ProcessExitedException as error:

@@ -191,8 +191,9 @@ def _attend_dropping(
     mask = ctx.full_mask if window is None else ctx.window_mask
     assert mask is not None and ctx.noise is not None
     group = q.shape[2] // k.shape[2]
-    q = q.transpose(1, 2)
-    k, v = (x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if group > 1:
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = fp32_at_least(q @ k.mT) * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
     return (dropout.weights(weights, ctx.noise, first_head).to(v.dtype) @ v).transpose(1, 2)

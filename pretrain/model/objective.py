@@ -109,5 +109,6 @@ class Objective:
             scale["exit_entropy"] *= -1  # rewarded
         # A term whose schedule is at 0 stays in the sum: its parameters get a gradient in every step.
         loss = cast(Tensor, sum(scale[name] * value for name, value in self.terms.items() if name in scale))
-        metrics = {name: value.detach() for name, value in self.terms.items()}
+        # What a path computes along the way differs between layouts; what has a weight does not.
+        metrics = {name: value.detach() for name, value in self.terms.items() if name in scale}
         return LossOutput(loss, metrics | {"loss": loss.detach()})

@@ -57,10 +57,8 @@ REFUSALS: list[tuple[str, int | None, tuple[str, ...]]] = [
     ("parallel.tensor=2 model.core_width=896", None, ("model.core_num_heads=7", "6 or 8")),
     ("parallel.tensor=2 model.vocab_size=99 model.vocab_multiple=1", None, ("99 padded", "nearest: 2")),
     ("parallel.tensor=2 parallel.sequence_parallel=true model.context_length=99", None, ("=99", "98 or 100")),
-    ("parallel.tensor=2 model.dropout=0.1", None, ("model.dropout=0.1", "0, since parallel.tensor=2")),
     # pipeline
     ("parallel.pipeline=3", None, ("model.core_layers=2", "parallel.pipeline=3", "parallel.pipeline=2")),
-    ("parallel.pipeline=2 model.dropout=0.1", None, ("model.dropout=0.1", "0, since parallel.pipeline=2")),
     ("parallel.pipeline=2 model.recurrence.granularity=token", None, ("granularity='token'", "sequence or batch")),
     (
         "parallel.pipeline=2 train.activation_checkpointing=every_k_loops", None,
@@ -121,6 +119,7 @@ def test_every_family_as_its_preset_has_it_is_accepted(make: Any, family: str) -
         ("optimizer.name=muon parallel.tensor=2 parallel.pipeline=2", 4),
         ("model.recurrence.granularity=token parallel.tensor=2", 2),
         ("model.dropout=0.1 zero.stage=2", 2),
+        ("model.dropout=0.1 parallel.tensor=2 parallel.pipeline=2", 4),
         ("train.stop_step=100 schedule.warmup_steps=50", 1),
         ("schedule.name=cosine schedule.warmup_steps=80", 1),
         ("model.family=blindspot loss.objective=per_loop", 1),
