@@ -51,6 +51,9 @@ class Context(NamedTuple):
     row_ends: tuple[int, ...] = ()
     per_row: bool = False
     """Whether the tables above differ from row to row."""
+    causal: bool = True
+    """Whether queries and keys are the same tokens, so that causal order is all where there is no mask. Known here, since
+    a compiled graph must not compare their numbers."""
 
     def rows(self, count: int) -> Context:
         """The context of the first `count` rows."""
@@ -63,7 +66,7 @@ class Context(NamedTuple):
             boundaries = boundaries[: self.row_ends[count] + 1]
         return Context(
             cut(self.cos), cut(self.sin), cut(self.full_mask), cut(self.window_mask), boundaries,
-            self.row_ends[: count + 1], self.per_row,
+            self.row_ends[: count + 1], self.per_row, self.causal,
         )  # fmt: skip
 
 
@@ -145,7 +148,7 @@ def make_context(
     plain = document_ids is None and key_valid is None and (past == 0 or length == 1)
     full = None if plain else _dense_mask(queries, keys, None, document_ids, key_valid)
     window = _dense_mask(queries, keys, cfg.sliding_window, document_ids, key_valid) if windows else None
-    return Context(cos, sin, full, window, None, per_row=per_row)
+    return Context(cos, sin, full, window, None, per_row=per_row, causal=past == 0)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, ctx: Context, window: int | None, dropout: float = 0.0) -> Tensor:
@@ -155,7 +158,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, ctx: Context, window: int | None, dr
         return _attend_segments(q, k, v, ctx.boundaries, window, grouped)
     mask = ctx.full_mask if window is None else ctx.window_mask
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    causal = mask is None and q.shape[2] == k.shape[2]
+    causal = mask is None and ctx.causal
+    if mask is not None and not ctx.per_row:
+        mask = mask[0, 0]  # else its one row is compared with their number
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, enable_gqa=grouped)
     return y.transpose(1, 2)
 

@@ -227,7 +227,7 @@ class LoopedLM(nn.Module):
 
     def compile_core(self, **options: Any) -> None:
         """Compiles the step of one loop, with the loop outside; `options` are torch.compile's."""
-        self._core_step = CompiledStep(self.core_step, **options)
+        self._core_step = CompiledStep(self, **options)
 
     # --------------------------------------------------------------------------------------------------------- training
 
