@@ -206,17 +206,21 @@ class StepWork:
 
     @classmethod
     def of(
-        cls, no_grad_loops: Iterable[int], grad_loops: Iterable[int], objective: str, auxiliary: float = 0.0
-    ) -> StepWork:
-        """Of rows with these n and k, trained with `loss.objective`."""
+        cls, no_grad_loops: Iterable[int], grad_loops: Iterable[int], objective: str, auxiliary: float = 0.0, *,
+        per_token: bool = False,
+    ) -> StepWork:  # fmt: skip
+        """Of rows with these n and k (`per_token`: of their deepest tokens), trained with `loss.objective`."""
         no_grad, grad = list(no_grad_loops), list(grad_loops)
-        readouts = sum(readouts_per_row(k, objective) for k in grad)
+        readouts = sum(readouts_per_row(k, objective, per_token) for k in grad)
         return cls(len(grad), sum(no_grad), sum(grad), readouts, auxiliary)
 
 
-def readouts_per_row(grad_loops: int, objective: str) -> int:
-    """Readouts with a loss of a row with k gradient loops: 1, k, or the last third of them."""
-    last_third = grad_loops - 2 * grad_loops // 3
+def readouts_per_row(grad_loops: int, objective: str, per_token: bool = False) -> int:
+    """Readouts with a loss of a row with k gradient loops: 1, k, or the last third of them.
+
+    `per_token`: its tokens have k loops and fewer, and their last thirds together are all readouts but the first two.
+    """
+    last_third = max(1, grad_loops - 2) if per_token else grad_loops - 2 * grad_loops // 3
     return {"terminal": 1, "per_loop": grad_loops, "exit_weighted": grad_loops, "last_third": last_third}[objective]
 
 

@@ -82,7 +82,9 @@ class _Activations:
         """Bytes by part at the worse of two moments: when backward begins at the readouts, or is in the loops."""
         per_element = self.plan.compute_bytes * self._tokens
         readout = per_element * self._readout_elements()
-        readouts = readouts_per_row(self._grad_loops, self.plan.cfg.loss.objective) if self._is_last else 0
+        cfg = self.plan.cfg
+        per_token = cfg.model.recurrence.per_token
+        readouts = readouts_per_row(self._grad_loops, cfg.loss.objective, per_token) if self._is_last else 0
         at_readouts = {"readouts": readouts * readout, "head": self._head_bytes() if self._is_last else 0}
         in_loops = {
             "readouts": max(0, readouts - 1) * readout,

@@ -42,7 +42,7 @@ def expected_work(cfg: Config) -> StepWork:
         counts = [0.0, *(of(k) for k in range(1, most + 1))]
         return sum(p * (counts[j] - counts[j - 1]) for j, p in enumerate(at_least, start=1))
 
-    readouts = mean(lambda k: readouts_per_row(k, cfg.loss.objective))
+    readouts = mean(lambda k: readouts_per_row(k, cfg.loss.objective, cfg.model.recurrence.per_token))
     auxiliary = mean(lambda k: auxiliary_flops(cfg, [k]))
     rows = cfg.train.global_batch_size
     return StepWork(rows, rows * no_grad, rows * grad, rows * readouts, rows * auxiliary)

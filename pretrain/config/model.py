@@ -64,7 +64,9 @@ class RecurrenceConfig:
     lognormal_sigma: float = 0.5
     """Sigma of the log of the rate (lognormal_poisson only)."""
     granularity: Literal["sequence", "batch", "token"] = "sequence"
-    """What shares one loop count."""
+    """What shares one loop count. token: every token has its own, and a row runs to its deepest one; in the loops
+    without gradient and again in those with one, a token has its updates first and then keeps its state, which still
+    serves as key and value."""
     max_loops: int | None = None
     """Draws above are clipped to it. null: no bound."""
     curriculum: Literal["none", "linear", "one_minus_sqrt"] = "none"
@@ -89,6 +91,11 @@ class RecurrenceConfig:
                 self.curriculum_steps >= 1, name + "curriculum_steps", self.curriculum_steps,
                 f"an integer >= 1, since curriculum={self.curriculum}",
             )  # fmt: skip
+
+    @property
+    def per_token(self) -> bool:
+        """Whether every token has a loop count of its own."""
+        return self.granularity == "token"
 
     @property
     def default_loops(self) -> int:

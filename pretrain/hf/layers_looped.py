@@ -29,6 +29,8 @@ class Context(NamedTuple):
     """bool [B or 1, 1, S, K], True where a query may look; None where causal order is all."""
     window_mask: Tensor | None
     cache: LoopedCache | None
+    causal: bool
+    """Whether queries and keys are the same tokens; a compiled graph must not compare their numbers."""
 
 
 class LoopedRMSNorm(nn.Module):
@@ -98,7 +100,7 @@ class LoopedAttention(nn.Module):
             k, v = ctx.cache.extend(slot, Entries(k, v), running)
         mask = ctx.full_mask if self.window is None else ctx.window_mask
         y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] == k.shape[2],
+            q, k, v, attn_mask=mask, is_causal=mask is None and ctx.causal,
             dropout_p=self.dropout if self.training else 0.0, enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
         return self.output(y.transpose(1, 2).flatten(-2))

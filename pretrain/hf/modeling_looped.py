@@ -283,7 +283,7 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):
         windowed = None if window is None else _dense_mask(places, past, window, key_valid)
         cos, sin = rope_tables(config, positions) if config.positions == "rope" else (None, None)
         valid = None if key_valid is None else key_valid[:, past:]
-        return Context(cos, sin, full, windowed, cache), positions, valid
+        return Context(cos, sin, full, windowed, cache, causal=past == 0), positions, valid
 
     # ----------------------------------------------------------------------------------------------------- generation
 

@@ -54,6 +54,9 @@ class Context(NamedTuple):
     row_ends: tuple[int, ...] = ()
     per_row: bool = False
     """Whether the tables above differ from row to row."""
+    causal: bool = True
+    """Whether queries and keys are the same tokens, so that causal order is all where there is no mask. Known here, since
+    a compiled graph must not compare their numbers."""
     noise: Tensor | None = None
     """int32 [B, S]: what dropout's masks follow from in this loop; None where nothing is dropped."""
 
@@ -69,7 +72,7 @@ class Context(NamedTuple):
         noise = self.noise if self.noise is None else self.noise[:count]
         return Context(
             cut(self.cos), cut(self.sin), cut(self.full_mask), cut(self.window_mask), boundaries,
-            self.row_ends[: count + 1], self.per_row, noise,
+            self.row_ends[: count + 1], self.per_row, self.causal, noise,
         )  # fmt: skip
 
     def local_noise(self, ops: TensorOps) -> Tensor | None:
@@ -162,7 +165,7 @@ def make_context(
     plain = document_ids is None and key_valid is None and (past == 0 or length == 1) and noise is None
     full = None if plain else _dense_mask(queries, keys, None, document_ids, key_valid)
     window = _dense_mask(queries, keys, cfg.sliding_window, document_ids, key_valid) if windows else None
-    return Context(cos, sin, full, window, None, per_row=per_row, noise=noise)
+    return Context(cos, sin, full, window, None, per_row=per_row, causal=past == 0, noise=noise)
 
 
 def attend(
@@ -179,7 +182,9 @@ def attend(
         return _attend_segments(q, k, v, ctx.boundaries, window, grouped)
     mask = ctx.full_mask if window is None else ctx.window_mask
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    causal = mask is None and q.shape[2] == k.shape[2]
+    causal = mask is None and ctx.causal
+    if mask is not None and not ctx.per_row:
+        mask = mask[0, 0]  # else its one row is compared with their number
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
     return y.transpose(1, 2)
 

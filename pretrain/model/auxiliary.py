@@ -1,8 +1,9 @@
 """Auxiliary losses of the recurrent state: each a class with its equation, added to the objective loop by loop.
 
 They supervise what a normalised readout does not see (docs/readout_blind_spot.md). Every value is a mean over a row's
-own gradient loops and over positions, divided by the global number of rows or tokens, so that micro-batches and layouts
-do not change it. Weights are `loss.<name>` in the configuration, scheduled by `loss.schedules`.
+own gradient loops (a token's, where loop counts belong to tokens) and over positions, divided by the global number of
+rows or tokens, so that micro-batches and layouts do not change it. Weights are `loss.<name>` in the configuration,
+scheduled by `loss.schedules`.
 
 Shapes: B rows, b active rows (a prefix), S sequence, s local share, d_h core width, T gradient loops of a micro-batch.
 """
@@ -87,17 +88,23 @@ class Share:
     """What a term knows of its micro-batch: own gradient loops of rows or tokens, and the denominators."""
 
     def __init__(
-        self, model: LoopedLM, batch: MicroBatch, cfg: LossConfig, totals: Totals, num_loops: int, own: Tensor,
-        local_own: Tensor, step: int,
+        self, model: LoopedLM, batch: MicroBatch, cfg: LossConfig, totals: Totals, num_loops: int, row: Tensor,
+        own: Tensor, local_own: Tensor, step: int,
     ) -> None:  # fmt: skip
         self.model, self.batch, self.cfg, self.totals, self.num_loops = model, batch, cfg, totals, num_loops
-        self.own, self.local_own, self.step = own, local_own, step
-        """Gradient loops, int64 [B, 1 or S] and the same for the local share of the sequence."""
+        self.row, self.own, self.local_own, self.step = row, own, local_own, step
+        """Gradient loops of rows [B, 1]; of rows or tokens, int64 [B, 1 or S], and for the local share of the sequence.
+        A token's are the first of its row's, which are the last of all."""
+        self.per_token = own is not row
+
+    def index(self, loop: int) -> Tensor:
+        """Which of a row's loops `loop` is (0-based; below 0: it has not joined): int64 [B, 1]."""
+        return loop - (self.num_loops - self.row)
 
     def weights(self, loop: int, lag: int = 0) -> Tensor:
-        """[B, 1 or s]: 1 / n in a row's own loops after its first `lag`, of which it has n, else 0."""
-        index = loop - (self.num_loops - self.local_own)
-        return (index >= lag) / (self.local_own - lag).clamp(min=1)
+        """[B, 1 or s]: 1 / n in its own loops after the first `lag`, of which it has n, else 0."""
+        index, own = self.index(loop), self.local_own
+        return ((index >= lag) & (index < own)) / (own - lag).clamp(min=1)
 
     def per_position(self, values: Tensor, weights: Tensor) -> Tensor:
         """Share of the mean over positions: values [b, s], weights [b, 1 or s]."""
@@ -176,32 +183,45 @@ class SubspacePenalty:
 
 
 class LoopReadouts:
-    """mean_i CE(W_i Norm_i(h_{T-i})), i = 1 .. n: head i reads the state i loops before the last, past C and coda.
+    """mean_i CE(W_i Norm_i(h_{k-i})), i = 1 .. n: head i reads the state i loops before the last, past C and coda.
 
-    A row with k gradient loops has min(n, k - 1) of them.
+    A row (a token) with k gradient loops has min(n, k - 1) of them. Head i runs once, i loops before the end, when the
+    states that it reads have all been there; those of tokens with fewer loops than their row are kept until then.
     """
 
     name = "loop_heads"
 
     def __init__(self, share: Share) -> None:
         self.share, self.heads = share, share.model.auxiliary.loop_heads
-        self.first_loop = max(0, share.num_loops - 1 - len(self.heads))
+        self.first_loop = 0 if share.per_token else max(0, share.num_loops - 1 - len(self.heads))
+        self.kept: list[Tensor | None] = [None] * len(self.heads)
 
     def add(self, loop: int, state: Tensor) -> Tensor | None:
         share, back = self.share, self.share.num_loops - 1 - loop
+        if share.per_token:
+            self._keep(loop, state)
         if not 1 <= back <= len(self.heads):
             return None
+        read = self.kept[back - 1]
         own, labels = share.own[: len(state)], share.batch.labels[: len(state)]
         weights = (own > back) / (own - 1).clamp(min=1, max=len(self.heads))
         arguments = (labels.flatten(), weights.expand(labels.shape).flatten(), share.model.head_settings(share.cfg))
-        sums = self.heads[back - 1](state, *arguments, share.model.ops)
+        sums = self.heads[back - 1](state if read is None else read, *arguments, share.model.ops)
         return sums.cross_entropy / share.totals.tokens
+
+    def _keep(self, loop: int, state: Tensor) -> None:
+        """Takes the states of those tokens that have as many loops left as a head reads back."""
+        left = (self.share.local_own - 1 - self.share.index(loop))[: len(state), :, None]
+        for i, kept in enumerate(self.kept):
+            before = state if kept is None else torch.cat((kept, state[len(kept) :]))
+            self.kept[i] = torch.where(left == i + 1, state, before)
 
 
 class ExitWeights:
     """p_t = lambda_t prod_{j<t} (1 - lambda_j), the last loop taking what is left: sum_t p_t CE_t - beta H(p).
 
-    lambda = sigmoid(w . h + b) on the state. Not an added term but the weights of the readouts, with the entropy H.
+    lambda = sigmoid(w . h + b) on the state. Not an added term but the weights of the readouts, with the entropy H. The
+    loops t are those of `loop_weights`: a token's last is at the end.
     """
 
     def __init__(self, share: Share) -> None:
@@ -215,10 +235,13 @@ class ExitWeights:
         survival = torch.ones_like(exits)
         if self.survival is not None:
             survival = torch.cat((self.survival, survival[len(self.survival) :]))
-        started = loop - (share.num_loops - share.own[:count]) >= 0
-        last = loop == share.num_loops - 1
-        p = torch.where(started, survival if last else survival * exits, 0.0)
-        self.survival = torch.where(started, survival * (1 - exits), survival)
+        index = share.index(loop)[:count]
+        earlier = (index >= 0) & (index < share.own[:count] - 1)
+        if loop == share.num_loops - 1:
+            p = survival
+        else:
+            p = torch.where(earlier, survival * exits, 0.0)
+            self.survival = torch.where(earlier, survival * (1 - exits), survival)
         entropy = -(p * p.clamp(min=1e-8).log()).sum() / share.batch.tokens.shape[1] / share.totals.rows
         return p, entropy
 

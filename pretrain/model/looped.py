@@ -6,6 +6,7 @@
 
 Rows of a training batch come in descending order of their loop counts, so the rows that a loop still needs are a
 prefix: a row with fewer loops joins late, and all rows end together. Exact: a row sees exactly its own T updates.
+Where counts belong to tokens, a row runs to its deepest token, and the others keep their last state meanwhile.
 
 Shapes: B rows, b active rows (a prefix), S sequence, s local share, D width, d_h core width, V vocabulary, T loops.
 """
@@ -231,7 +232,7 @@ class LoopedLM(nn.Module):
 
     def compile_core(self, **options: Any) -> None:
         """Compiles the step of one loop, with the loop outside; `options` are torch.compile's."""
-        self._core_step = CompiledStep(self.core_step, **options)
+        self._core_step = CompiledStep(self, **options)
 
     # --------------------------------------------------------------------------------------------------------- training
 
@@ -314,8 +315,8 @@ class LoopedLM(nn.Module):
         if not h_0.requires_grad:
             return state
         updated = torch.ones((), dtype=torch.bool, device=h_0.device)
-        if loops.token_no_grad is not None:
-            updated = loops.token_no_grad[:started, :, None] > 0
+        if loops.tokens is not None:
+            updated = loops.tokens.no_grad[:started, :, None] > 0
         return torch.where(updated, state, h_0[:started])
 
     def _update(self, state: Tensor, h_0: Tensor, inputs: LoopInputs, loops: Loops, loop: int, grad: bool) -> Tensor:
@@ -328,31 +329,28 @@ class LoopedLM(nn.Module):
     def _advance(self, state: Tensor, updated: Tensor, h_0: Tensor, loops: Loops, loop: int, grad: bool) -> Tensor:
         """The state after a loop: `updated`, except that what waits keeps its own.
 
-        What waits passes through the core with the rest: rows beyond the active ones, and tokens of a smaller count
-        than the loops left in this phase, which meanwhile serve keys and values from the state that they keep (before
-        its first update, h_0). So all rows and tokens end together. The discarded update stays in the graph with a
-        gradient of zero: under ZeRO-3 a rank without active rows still gives every parameter its gradient.
+        What waits passes through the core with the rest: rows beyond the active ones, and tokens that have had their
+        updates of this phase, which serve keys and values from the state that they keep (`TokenLoops`). Rows do not see
+        each other and may join late; tokens do, so within a row none does. The discarded update stays in the graph with
+        a gradient of zero: under ZeRO-3 a rank without active rows still gives every parameter its gradient.
         """
         waiting = self._waiting(loops, loop, grad, updated.device)
         return updated if waiting is None else torch.where(waiting, _join(state, h_0, len(updated)), updated)
 
     def in_first_loop(self, loops: Loops, loop: int, grad: bool, device: torch.device) -> Tensor | None:
         """What has had no update so far, bool [b, 1 or s, 1]; None where nothing depends on it."""
-        steps, tokens = (loops.grad, loops.token_grad) if grad else (loops.no_grad, loops.token_no_grad)
-        step = steps[loop]
-        if tokens is None:
-            return torch.arange(step.computed, device=device)[:, None, None] >= step.first if self.needs_first else None
-        first = tokens[: step.computed, :, None] <= len(steps) - loop
-        if grad and loops.token_no_grad is not None:
-            first = first & (loops.token_no_grad[: step.computed, :, None] == 0)
-        return first
+        step = (loops.grad if grad else loops.no_grad)[loop]
+        if not self.needs_first:
+            return None
+        if loops.tokens is not None:
+            return (loops.tokens.updates_before(loop, grad, step.computed) == 0)[..., None]
+        return torch.arange(step.computed, device=device)[:, None, None] >= step.first
 
     def _waiting(self, loops: Loops, loop: int, grad: bool, device: torch.device) -> Tensor | None:
         """What waits in this loop, bool [b, 1 or s, 1]; None where nothing does."""
-        steps, tokens = (loops.grad, loops.token_grad) if grad else (loops.no_grad, loops.token_no_grad)
-        step = steps[loop]
-        if tokens is not None:
-            return tokens[: step.computed, :, None] < len(steps) - loop
+        step = (loops.grad if grad else loops.no_grad)[loop]
+        if loops.tokens is not None:
+            return loops.tokens.waiting(loop, grad, step.computed)[..., None]
         if step.active == step.computed:
             return None
         return torch.arange(step.computed, device=device)[:, None, None] >= step.active

@@ -116,21 +116,23 @@ def head_sums(
     return HeadSums(cross_entropy, z)
 
 
-def loop_weights(grad_loops: Tensor, num_loops: int, objective: str) -> Tensor:
-    """Weight of each of `num_loops` gradient loops in the loss of each row or token: [...] -> fp32 [num_loops, ...].
+def loop_weights(own: Tensor, row: Tensor, num_loops: int, objective: str) -> Tensor:
+    """Weight of each of `num_loops` gradient loops in the loss of each row or token: [T, B, 1 or S], which sum to 1.
 
-    All end together, so the own loops, `grad_loops` of them, are the last ones. Their weights sum to 1: the last one
-    (terminal), all (per_loop), or those with 0-based index in [floor(2k/3), k) (last_third, FLT's FEW). Those of
-    exit_weighted are not constants (pretrain/model/auxiliary.py).
+    `own` [B, 1 or S] gradient loops of it, k, the first of its row's `row` [B, 1], which are the last of all. The last
+    readout is at the end, where every token holds its last state; readout i < k - 1 follows own loop i. Those that
+    count: the last one (terminal), all (per_loop), or those with 0-based index in [floor(2k/3), k) (last_third, FLT's
+    FEW). Those of exit_weighted are not constants (pretrain/model/auxiliary.py).
     """
-    loops = torch.arange(num_loops, device=grad_loops.device).view(-1, *[1] * grad_loops.ndim)
-    index = loops - (num_loops - grad_loops)
-    start = torch.zeros_like(grad_loops)
+    loops = torch.arange(num_loops, device=own.device).view(-1, 1, 1)
+    index = loops - (num_loops - row)
+    last = loops == num_loops - 1
+    start = torch.zeros_like(own)
     if objective == "terminal":
-        start = grad_loops - 1
+        start = own - 1
     elif objective == "last_third":
-        start = 2 * grad_loops // 3
-    return (index >= start) / (grad_loops - start)
+        start = 2 * own // 3
+    return (last | (index >= start) & (index < own - 1)) / (own - start)
 
 
 def state_penalty(h: Tensor, weights: Tensor, cfg: LossConfig) -> tuple[Tensor, Tensor]:

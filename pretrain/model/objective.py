@@ -46,18 +46,19 @@ class Objective:
         self.model, self.batch, self.cfg, self.totals = model, batch, cfg, totals
         self.loops, self.ctx, self.values, self.num_loops = loops, ctx, values, len(loops.grad)
         rows = torch.tensor(loops.grad_loops, device=batch.tokens.device)[:, None]
-        own = rows if loops.token_grad is None else loops.token_grad
-        self.readout_weights = loop_weights(own, self.num_loops, cfg.objective)  # [T, B, 1 or S]
-        local = loops.local(model.ops.local_sequence(batch.tokens.shape[1])).token_grad
-        local_own = rows if local is None else local
-        self.state_weights = loop_weights(local_own, self.num_loops, "per_loop")  # [T, B, 1 or s]
+        local = loops.local(model.ops.local_sequence(batch.tokens.shape[1])).tokens
+        own, local_own = (rows if tokens is None else tokens.grad for tokens in (loops.tokens, local))
+        self.readout_weights = loop_weights(own, rows, self.num_loops, cfg.objective)  # [T, B, 1 or S]
+        self.state_weights = loop_weights(local_own, rows, self.num_loops, "per_loop")  # [T, B, 1 or s]
         # Of the deepest row of all ranks that run in lockstep: the readouts gather parameters too. A row of fewer loops
         # has weights of 0 in those before its own.
         self.first_readout = {
             "terminal": self.num_loops - 1, "per_loop": 0, "last_third": 2 * self.num_loops // 3, "exit_weighted": 0,
         }[cfg.objective]  # fmt: skip
+        if loops.tokens is not None and cfg.objective == "last_third":
+            self.first_readout = min(2, self.num_loops - 1)  # the earliest is that of a token of four loops
         self.weights = cfg.weights_at(step)
-        share = Share(model, batch, cfg, totals, self.num_loops, own, local_own, step)
+        share = Share(model, batch, cfg, totals, self.num_loops, rows, own, local_own, step)
         self.auxiliary = make_terms(share)
         self.exits = ExitWeights(share) if cfg.objective == "exit_weighted" else None
         self.terms: dict[str, Tensor] = {}

@@ -145,7 +145,7 @@ class StepRunner:
             hyperparameters=values,
             work=StepWork.of(
                 counted.no_grad_loops, counted.grad_loops, self.cfg.loss.objective,
-                auxiliary_flops(self.cfg, counted.grad_loops),
+                auxiliary_flops(self.cfg, counted.grad_loops), per_token=self.cfg.model.recurrence.per_token,
             ),
             num_loops_mean=float(row_depths.num_loops.mean()),
             no_grad_loops_mean=float(row_depths.no_grad_loops.mean()),

@@ -43,6 +43,25 @@ def test_logits_are_the_native_ones(case: str) -> None:
     assert torch.equal(exported(ids).logits, exported(ids, num_loops=native.cfg.recurrence.default_loops).logits)
 
 
+def test_a_compiled_model_has_no_graph_for_each_length() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    plain = model("parcae")
+    torch.compiler.reset()
+    compiled = torch.compile(plain, backend=backend, fullgraph=True)
+    for length in (12, 8, 5, 9, 20):
+        ids = tokens(2, length)
+        with torch.no_grad():
+            expected = plain(ids, num_loops=3).logits
+            torch.testing.assert_close(compiled(ids, num_loops=3).logits, expected, atol=1e-6, rtol=0)
+    assert len(graphs) == 2  # for the first length, and for any
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_are_the_native_ones(family: str) -> None:
     native, exported = pair(family)

@@ -1,9 +1,10 @@
-"""The compiled step: as many graphs after many random depths as after a few, and the eager model's numbers."""
+"""The compiled step: as many graphs after many random depths and lengths as after a few, and the eager model's numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from itertools import pairwise, product
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from pretrain.model.batch import Loops, MicroBatch
 from pretrain.model.looped import LoopedLM
 from pretrain.sampling import DepthSampler
 from tests.model.helpers import make_batch, train_loss
-from tests.model.tiny import random_model, tiny_config
+from tests.model.tiny import FAMILIES, random_model, tiny_config
 
 ROWS, LENGTH = 6, 16
 
@@ -39,8 +40,8 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def rows_of_tokens(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(29, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+def rows_of_tokens(seed: int, rows: int = ROWS, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(29, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -94,6 +95,78 @@ def test_two_graphs_for_all_depths(family: str, documents: bool) -> None:
     assert backend.graphs == 2
 
 
+class Feature(NamedTuple):
+    """What a compiled model may meet in training."""
+
+    documents: bool = False
+    tokens: bool = False
+    """Loop counts of tokens."""
+    settings: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    policy: str = "none"
+
+
+FEATURES = {
+    "plain": Feature(),
+    "documents": Feature(documents=True, policy="loop"),
+    "tokens": Feature(tokens=True, policy="every_k_loops"),
+    "tokens, documents": Feature(tokens=True, documents=True),
+    "window": Feature(settings={"sliding_window": 4}),
+    "window, documents": Feature(settings={"sliding_window": 4}, documents=True, tokens=True),
+}
+EVERYDAY = (("parcae", "window, documents"), ("flt", "tokens"), ("blindspot", "plain"))
+
+
+def everything() -> list[pytest.ParameterSet]:
+    """Families by features; those that are not for every day are slow."""
+    cases = []
+    for family, feature in product((name for name in FAMILIES if name != "gpt"), FEATURES):
+        marks = () if (family, feature) in EVERYDAY else pytest.mark.slow
+        cases.append(pytest.param(family, feature, marks=marks, id=f"{family}-{feature}"))
+    return cases
+
+
+def counts_of(feature: Feature, seed: int, rows: int) -> tuple[Any, Any]:
+    """n and k of rows, or of their tokens."""
+    shape = (rows, LENGTH) if feature.tokens else (rows,)
+    total = torch.randint(1, 7, shape, generator=torch.Generator().manual_seed(seed))
+    grad = total.clamp(max=3)
+    return (total - grad).numpy(), grad.numpy()
+
+
+@pytest.mark.parametrize(("family", "name"), everything())
+def test_a_graph_for_each_class_of_lengths(family: str, name: str) -> None:
+    """Training and validation of whole rows, then tasks: rows of other lengths, without documents, in any number."""
+    feature = FEATURES[name]
+    eager = random_model(tiny_config(family, core_layers=1, **feature.settings)).train()
+    compiled, backend = compiled_copy(eager)
+    compiled.train()
+    for model in (eager, compiled):
+        model.checkpointing, model.loops_per_checkpoint = feature.policy, 2
+    for step, rows in enumerate((4, 1, 5)):
+        batch, loops, _ = make_batch(*rows_of_tokens(step, rows), *counts_of(feature, step, rows))
+        assert_equal_training(eager, compiled, with_documents(batch) if feature.documents else batch, loops)
+    assert backend.graphs == 2
+    for model in (eager, compiled):
+        model.eval()
+    graphs = []
+    for lengths in ((LENGTH,), (7, 2, 13, 9), (1,), (20, 40)):
+        if lengths[0] > LENGTH and eager.cfg.positions == "learned":
+            continue
+        for number, length in enumerate(lengths):
+            tokens, labels = rows_of_tokens(9, 1 + 3 * (number % 2), length)
+            for loops_asked in ([1, 3], [5]):
+                found, expected = (model.loop_scores(tokens, labels, loops_asked) for model in (compiled, eager))
+                torch.testing.assert_close(found[:, 0], expected[:, 0], rtol=1e-5, atol=1e-5)
+        graphs.append(backend.graphs)
+    # A mode that the layers look at, and masks or none, are graphs of their own; a length is not.
+    assert graphs[0] - 2 <= 1 and [b - a for a, b in pairwise(graphs)] == [1] * (len(graphs) - 1)
+    batch, loops, _ = make_batch(*rows_of_tokens(3), *counts_of(feature, 3, ROWS))
+    for model in (eager, compiled):
+        model.train()
+    assert_equal_training(eager, compiled, with_documents(batch) if feature.documents else batch, loops)
+    assert backend.graphs == graphs[-1], "training has left its graphs for those of other lengths"
+
+
 @pytest.mark.parametrize("policy", ["loop", pytest.param("every_k_loops", marks=pytest.mark.slow)])
 def test_checkpointing_keeps_graphs_and_gradients(policy: str) -> None:
     eager = random_model(tiny_config("parcae_flt", {"mean_loops": 4.0}, core_layers=1))
@@ -105,9 +178,9 @@ def test_checkpointing_keeps_graphs_and_gradients(policy: str) -> None:
 
 
 def test_recompilation_limit_is_an_error() -> None:
-    """Sequences of other lengths need graphs of their own; past the limit nothing runs uncompiled."""
+    """Past the limit nothing runs uncompiled: here for a second class of lengths."""
     model = random_model(tiny_config("parcae", core_layers=1))
-    model.compile_core(backend=CountingBackend(), dynamic=False)
+    model.compile_core(backend=CountingBackend())
     with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(FailOnRecompileLimitHit):
-        for length in range(4, 9):
+        for length in (4, 5, 16, 1):
             model.logits(torch.zeros(2, length, dtype=torch.int64), 2)
