@@ -16,6 +16,7 @@ import importlib
 import logging
 import math
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,6 +44,7 @@ from pretrain.parallel import megatron, zero
 from pretrain.parallel.megatron import Layout
 from pretrain.parallel.tensor_ops import tensor_ops
 from pretrain.parallel.zero import PARAMETER, ZeroEngine
+from pretrain.processes import end_with_parent
 from pretrain.sampling import DepthSampler
 from pretrain.train.build import build_model
 from pretrain.train.pipeline_step import make_runner
@@ -308,7 +310,8 @@ def _cell(value: float | None) -> str:
 # ---------------------------------------------------------------------------------------------------- command line
 
 
-def _worker(rank: int, port: int, args: argparse.Namespace) -> None:
+def _worker(rank: int, parent: int, port: int, args: argparse.Namespace) -> None:
+    end_with_parent(parent, signal.SIGKILL)  # torch asks for INT, which a collective does not let through
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -353,7 +356,7 @@ def main() -> None:
     # Imported once: the processes are forks of this one.
     importlib.import_module("megatron.core.pipeline_parallel.schedules")
     try:
-        start_processes(_worker, (port, args), nprocs=WORLD, start_method="fork")
+        start_processes(_worker, (os.getpid(), port, args), nprocs=WORLD, start_method="fork")
     except ProcessExitedException as error:
         sys.exit(error.exit_code)
 

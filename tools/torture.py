@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pretrain import processes
 from pretrain.config.schema import RunConfig
 from pretrain.main import leave, main
 from pretrain.messages import set_up_console, without_wandb
@@ -98,7 +99,7 @@ class Start:
         for rank in range(command.processes):
             own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = multiprocessing.get_context("fork").Process(
-                target=_rank, args=(arguments, own, self._output, command.new_python)
+                target=_rank, args=(os.getpid(), arguments, own, self._output, command.new_python)
             )
             process.start()
             self.processes.append(process)
@@ -137,8 +138,12 @@ class Start:
         return self.codes
 
 
-def _rank(arguments: Sequence[str], environment: dict[str, str], output: Path, new_python: bool) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _rank(
+    parent: int, arguments: Sequence[str], environment: dict[str, str], output: Path, new_python: bool
+) -> None:
+    for number in processes.STOPPING:
+        signal.signal(number, signal.SIG_DFL)
+    processes.end_with_parent(parent, signal.SIGKILL)
     os.environ.update(environment)
     with output.open("ab") as file:
         for descriptor in (1, 2):
@@ -299,16 +304,17 @@ def make_data(folder: Path) -> Path:
         for _ in range(600):
             file.write(json.dumps({"text": " ".join(rng.choices(words, k=rng.randrange(5, 60)))}) + "\n")
     tokenizer, data = folder / "tokenizer", folder / "data"
-    for command in (
+    for script in (
         ["train_tokenizer.py", str(text), "--vocab-size", str(VOCAB), "--out", str(tokenizer)],
         ["build_shards.py", str(text), "--tokenizer", str(tokenizer), "--row-tokens", str(CONTEXT + 1), "--out",
          str(data), "--processes", "1", "--validation-fraction", "0.1"],
     ):  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, f"data_prep/{command[0]}", *command[1:]], cwd=ROOT, capture_output=True, text=True
-        )
-        if done.returncode:
-            sys.exit(f"data_prep/{command[0]} failed:\n{done.stderr}")
+        output = folder / "data_prep.output"
+        with output.open("wb") as file:
+            command = [sys.executable, f"data_prep/{script[0]}", *script[1:]]
+            code = processes.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        if code:
+            sys.exit(f"data_prep/{script[0]} failed:\n{output.read_text(errors='replace')}")
     return data
 
 
@@ -388,9 +394,9 @@ def _free_port() -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Makes the data set, imports what runs need, tortures, and leaves nothing behind, also after SIGTERM."""
+    """Makes the data set, imports what runs need, tortures, and leaves nothing behind, also after a signal."""
     args, overrides = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    processes.end_on_signals()
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     set_up_console()
     with without_wandb():
