@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/python -m tools.demo $(DEMO)
+	$(BIN)/python -m pretrain.processes $(BIN)/python -m tools.demo $(DEMO)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(JOBS)

@@ -8,8 +8,8 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from submitit.core.utils import FailedJobError
@@ -51,6 +51,7 @@ class TrainExecutor(SlurmExecutor):
     """
 
     def __init__(self, folder: Path, allocation: Allocation) -> None:
+        _require_one_line({"folder": str(folder), **asdict(allocation), **allocation.extra, "python": sys.executable})
         super().__init__(folder)
         ask, python = allocation, shlex.quote(sys.executable)
         srun = ["--kill-on-bad-exit=1", "--open-mode=append", "--distribution=block"]
@@ -82,6 +83,13 @@ class TrainExecutor(SlurmExecutor):
             return self._make_submission_file_text(self._submitit_command_str, "")
         finally:
             self.parameters.pop("map_count", None)
+
+
+def _require_one_line(texts: Mapping[str, object]) -> None:
+    """ConfigError where a text that goes into the batch script has a line break or another control character."""
+    for name, text in texts.items():
+        if isinstance(text, str) and not text.isprintable():
+            raise ConfigError(f"batch script: {name}={text!r}: expected text in one line, without control characters")
 
 
 def check_with_scheduler(script: str) -> str | None:

@@ -8,13 +8,14 @@ import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 from launchers.ending import restart_count, write_ending
 from launchers.hosts import expand_hosts
 from pretrain.errors import STOPPED_EXIT_CODE, DistributedError, PretrainError
 from pretrain.main import leave, main
+from pretrain.messages import keep_console
+from pretrain.processes import start_resource_tracker, write_stderr
 
 FIRST_PORT, PORTS, PORTS_PER_JOB = 10_000, 20_000, 16
 """Below the ports that Linux gives to outgoing connections (32768 and above)."""
@@ -62,6 +63,7 @@ class TrainJob:
 
     def __call__(self) -> None:
         """Trains; after anything but success the process ends here."""
+        keep_console()
         _reset_signals()
         logging.getLogger("submitit").propagate = False  # it has handlers of its own
         os.environ.update(task_environment(os.environ, self.port))
@@ -75,7 +77,7 @@ class TrainJob:
         try:
             check_start(os.environ, self.max_requeues, self.needs_gpu)
         except PretrainError as error:
-            os.write(2, f"error on rank {os.environ['RANK']} ({socket.gethostname()}): {error}\n".encode())
+            write_stderr(f"error on rank {os.environ['RANK']} ({socket.gethostname()}): {error}\n")
             return error.exit_code
         return main(self.arguments)
 
@@ -84,9 +86,7 @@ def _reset_signals() -> None:
     """Until training begins a signal ends the task, for there is nothing to save; submitit ignores TERM and requeues on
     USR2. SLURM signals every process of a task: that of multiprocessing which frees shared memory must live on.
     """
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    resource_tracker.ensure_running()
+    start_resource_tracker()
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGCONT):
         signal.signal(number, signal.SIG_DFL)
 

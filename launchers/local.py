@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
 from launchers.ending import describe
 from launchers.requeue import reason_to_stay_away
 from pretrain.errors import STOPPED_EXIT_CODE
+from pretrain.processes import Children
 
 MAIN = Path(__file__).resolve().parents[1] / "pretrain" / "main.py"
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 POLL_SEC = 0.1
 
 
@@ -29,25 +26,28 @@ class LocalRun:
     ) -> None:
         self._command = [sys.executable, str(MAIN), *arguments]
         self._tasks, self._max_requeues, self._port, self._say = tasks, max_requeues, port, say
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self.asked_to_stop = False
+        self._children = Children()
+
+    @property
+    def asked_to_stop(self) -> bool:
         """Whether a signal has come that asks the run to save and stop."""
+        return self._children.asked_to_stop
 
     def run(self) -> int:
         """The exit code of the first process that ended otherwise than with 0; 0 if all did their work.
 
-        TERM, INT, USR1 and USR2 are handed to every process; they save, and no new start follows.
+        What asks this process to stop is handed to every process; they save, and no new start follows. They do so too
+        where this process is killed.
         """
-        for number in FORWARDED:
-            signal.signal(number, self._forward)
-        for restarts in range(self._max_requeues + 1):
-            exit_code = self._run_once()
-            if exit_code == 0 or self.asked_to_stop:
-                break
-            reason = reason_to_stay_away(exit_code, restarts, self._max_requeues)
-            self._say(f"started again ({restarts + 1} of {self._max_requeues})" if reason is None else reason)
-            if reason is not None:
-                break
+        with self._children:
+            for restarts in range(self._max_requeues + 1):
+                exit_code = self._run_once()
+                if exit_code == 0 or self.asked_to_stop:
+                    break
+                reason = reason_to_stay_away(exit_code, restarts, self._max_requeues)
+                self._say(f"started again ({restarts + 1} of {self._max_requeues})" if reason is None else reason)
+                if reason is not None:
+                    break
         return exit_code
 
     def _run_once(self) -> int:
@@ -58,20 +58,15 @@ class LocalRun:
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         try:
             for rank in range(self._tasks):
-                own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                # A session of its own: what the terminal sends on Ctrl-C comes once, from `_forward`.
-                self._processes.append(subprocess.Popen(self._command, env=own, start_new_session=True))
+                self._children.start(self._command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
             return self._watch()
         finally:
-            for process in self._processes:
-                process.kill()
-                process.wait()
-            self._processes.clear()
+            self._children.end()
 
     def _watch(self) -> int:
         """Returns at the first failure, or when all have ended."""
         while True:
-            codes = [process.poll() for process in self._processes]
+            codes = [process.poll() for process in self._children.processes]
             for rank, code in enumerate(codes):
                 if code not in (None, 0, STOPPED_EXIT_CODE):
                     exit_code = 128 - code if code < 0 else code
@@ -80,11 +75,6 @@ class LocalRun:
             if None not in codes:
                 return max(code or 0 for code in codes)
             time.sleep(POLL_SEC)
-
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        self.asked_to_stop = True
-        for process in self._processes:
-            process.send_signal(number)
 
 
 def _free_port() -> int:

@@ -31,11 +31,13 @@ from launchers.cluster import (
 )
 from launchers.job import TrainJob
 from launchers.local import LocalRun
+from launchers.queue import note_jobs, require_not_queued
 from launchers.sweep import read_sweep
 from pretrain.config.load import load_config, save_resolved
 from pretrain.config.schema import Config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError, PretrainError
+from pretrain.messages import keep_console
 from pretrain.preflight import preflight
 from pretrain.train.run_folder import run_folder
 
@@ -124,6 +126,9 @@ def plan_runs(args: argparse.Namespace, overrides: list[str]) -> list[Config]:
         cfg = _load(args.config, own, world_size, f"--array {args.array}, run {i}")
         _require(cfg.run.name not in runs, "array", args.array, f"run {i} to have a run.name of its own, it is "
                  f"{cfg.run.name!r} again")  # fmt: skip
+        same = [name for name, other in runs.items() if run_folder(other).resolve() == run_folder(cfg).resolve()]
+        _require(not same, "array", args.array, f"run {i} to have a folder of its own, {run_folder(cfg)} leads to that "
+                 f"of {''.join(same)!r}")  # fmt: skip
         runs[cfg.run.name] = cfg
     return list(runs.values())
 
@@ -191,6 +196,8 @@ def submit_runs(args: argparse.Namespace, runs: list[Config]) -> int:
         _say(script)
     leave_surrounding_job()
     forecast = check_with_scheduler(script)
+    if forecast is not None:
+        require_not_queued([run_folder(cfg) for cfg in runs], str(sbatch_options(args.sbatch).get("dependency", "")))
     if args.dry_run:
         _say("# not checked by SLURM: no sbatch here" if forecast is None else f"# SLURM accepts it: {forecast}")
         return 0
@@ -207,7 +214,9 @@ def submit_runs(args: argparse.Namespace, runs: list[Config]) -> int:
         jobs.append(
             TrainJob(("--config", str(path)), str(folder), args.requeue, bool(args.gpus_per_node), args.master_port)
         )
-    _report(args, folder, runs, submit(executor, jobs), forecast)
+    ids = submit(executor, jobs)
+    note_jobs([run_folder(cfg) for cfg in runs], ids)
+    _report(args, folder, runs, ids, forecast)
     return 0
 
 
@@ -236,7 +245,6 @@ def sbatch_options(options: Sequence[str]) -> dict[str, str | bool]:
 
 def _allocation(args: argparse.Namespace, runs: list[Config]) -> Allocation:
     name = args.array.stem if args.array is not None else runs[0].run.name
-    _require(name.isprintable(), "config", args.config, f"a run.name that can be printed, it is {name!r}")
     return Allocation(
         name=name,
         nodes=args.nodes,
@@ -276,4 +284,5 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    keep_console()
     sys.exit(main(sys.argv[1:]))

@@ -31,6 +31,14 @@ def write_text(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def remove_tree(path: Path) -> None:
+    """Deletes a folder with all that is in it, or a file; of a link the link alone, never what it leads to."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
 def sync_folder(path: Path) -> None:
     """Makes the names in a folder durable, so that a rename survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

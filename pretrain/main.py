@@ -25,7 +25,7 @@ from pretrain.config.load import dump_config, load_config
 from pretrain.config.schema import Config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError, PretrainError
-from pretrain.messages import set_up_console, without_wandb
+from pretrain.messages import keep_console, set_up_console, without_wandb
 from pretrain.preflight import preflight
 
 log = logging.getLogger("pretrain")
@@ -75,4 +75,5 @@ def leave(exit_code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    keep_console()
     leave(main(sys.argv[1:]))

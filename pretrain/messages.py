@@ -6,6 +6,7 @@ The project's own loggers speak from INFO on (the main rank) or from WARNING on 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import socket
@@ -13,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # What libraries warn about at import that is no news to a user: the start-up summary names the device, and nothing of
 # Transformer Engine or Apex is used.
@@ -35,6 +37,33 @@ class _RankFormatter(logging.Formatter):
 
 def _is_news(record: logging.LogRecord) -> bool:
     return _NO_NEWS[record.name] not in record.getMessage()
+
+
+class _Console(io.FileIO):
+    """A stream that drops what it cannot write: its terminal or pipe is closed, or the disk of its file is full."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def keep_console() -> None:
+    """Makes stdout and stderr last as long as the process: without it, the next line after `| head -1` ends a run.
+
+    Descriptors that were closed at the start lead nowhere from here on, so that no file of the run takes their numbers.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it takes the lowest free number
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        with contextlib.suppress(OSError, AttributeError):  # None where it was closed
+            getattr(sys, name).flush()
+        stream = io.BufferedWriter(_Console(descriptor, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(stream, "utf-8", errors="backslashreplace", line_buffering=True))
 
 
 def set_up_console() -> None:

@@ -28,7 +28,6 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -43,10 +42,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from launchers.slurm import is_finished
+from pretrain import processes
 from pretrain.config.load import diff_configs, dump_config, load_config
 from pretrain.config.schema import Config
 from pretrain.errors import STOPPED_EXIT_CODE, ConfigError, DistributedError, PretrainError, TrainingError
 from pretrain.files import write_text
+from pretrain.folder_lock import FolderLock
+from pretrain.messages import keep_console
 from pretrain.train.metrics import METRICS_NAME, read_metrics
 from tools.blindspot import Measurement, Opened, Settings, finite, measure, read_rows
 from tools.report import Section, Table, axes_of, markdown, new_figure, write_page
@@ -141,7 +143,7 @@ def train(experiment: Experiment, trial: Trial, minutes: float | None) -> bool:
     limit = [] if minutes is None else [f"train.max_hours={max(minutes, 0.1) / 60:.5f}"]
     config = str(experiment.config.resolve())
     command = [sys.executable, "pretrain/main.py", "--config", config, *trial.overrides, *limit]
-    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    code = processes.run(command, cwd=ROOT)
     if code not in (0, STOPPED_EXIT_CODE):
         kinds = {kind.exit_code: kind for kind in PretrainError.__subclasses__()}
         raise kinds.get(code, DistributedError)(f"run {trial.name} ended with exit code {code}; its output is above")
@@ -387,11 +389,13 @@ def main(arguments: list[str] | None = None) -> int:
             write_text(args.list, OmegaConf.to_yaml(OmegaConf.create([trial.overrides for trial in trials])))
             print(f"{args.list}: {len(trials)} runs of {experiment.config}")
             return 0
-        return run(experiment, trials, args.out, args.minutes, args.in_process)
+        with FolderLock(args.out):
+            return run(experiment, trials, args.out, args.minutes, args.in_process)
     except PretrainError as error:
         print(f"ablate: error: {error}", file=sys.stderr)
         return error.exit_code
 
 
 if __name__ == "__main__":
+    keep_console()
     sys.exit(main())

@@ -41,6 +41,7 @@ from pretrain.diagnostics.measure import (
 from pretrain.diagnostics.training import WINDOW_STEPS, gradient_oscillation, loss_spikes, repetition_rate
 from pretrain.errors import CheckpointError, ConfigError, PretrainError
 from pretrain.files import write_text
+from pretrain.folder_lock import FolderLock
 from pretrain.model.looped import Edit, LoopedLM
 from pretrain.model.subspace import Directions, readout_directions
 from pretrain.train.checkpoint.folders import checkpoints_folder
@@ -373,10 +374,11 @@ def main(arguments: list[str] | None = None) -> int:
             raise ConfigError(f"{absent[0]}: expected the folder of a run, of a checkpoint or of an exported model")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         records = []
-        for path, name in zip(args.models, names_of(args.models), strict=True):
-            records.append(measure(path, name, args.data, settings, device))
-            print(f"measured {name}", flush=True)
-        print(write_report(args.out, args.data, settings, records))
+        with FolderLock(args.out):
+            for path, name in zip(args.models, names_of(args.models), strict=True):
+                records.append(measure(path, name, args.data, settings, device))
+                print(f"measured {name}", flush=True)
+            print(write_report(args.out, args.data, settings, records))
     except PretrainError as error:
         print(f"blindspot: error: {error}", file=sys.stderr)
         return error.exit_code

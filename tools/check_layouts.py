@@ -15,6 +15,7 @@ import argparse
 import importlib
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ from pretrain.config.schema import Config
 from pretrain.files import write_text
 from pretrain.messages import set_up_console
 from pretrain.parallel import megatron, zero
+from pretrain.processes import end_with_parent
 from tools.layout_draws import main_draws
 from tools.layout_runs import TOLERANCES, Difference, Trace, alone, partition_dims, train
 
@@ -183,7 +185,8 @@ def _cell(value: float | None) -> str:
 # ---------------------------------------------------------------------------------------------------- command line
 
 
-def _worker(rank: int, port: int, args: argparse.Namespace) -> None:
+def _worker(rank: int, parent: int, port: int, args: argparse.Namespace) -> None:
+    end_with_parent(parent, signal.SIGKILL)  # torch asks for INT, which a collective does not let through
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -233,7 +236,7 @@ def main() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     try:
-        start_processes(_worker, (port, args), nprocs=WORLD, start_method="fork")
+        start_processes(_worker, (os.getpid(), port, args), nprocs=WORLD, start_method="fork")
     except ProcessExitedException as error:
         sys.exit(error.exit_code)
 

@@ -19,10 +19,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from pretrain import processes
 from pretrain.config.load import load_config
 from pretrain.config.schema import Config
 from pretrain.data.manifest import MANIFEST_NAME, read_manifest
-from pretrain.errors import PretrainError, TrainingError
+from pretrain.errors import STOPPED_EXIT_CODE, PretrainError, TrainingError
+from pretrain.folder_lock import FolderLock
+from pretrain.messages import keep_console
 from pretrain.train.metrics import METRICS_NAME, read_metrics
 from tools.baselines import Bigram, Unigram, split_rows
 
@@ -71,7 +74,10 @@ def main(arguments: list[str]) -> int:
         print(f"demo: error: {error}", file=sys.stderr)
         return error.exit_code
     except subprocess.CalledProcessError as error:
-        print(f"demo: the command above failed with exit code {error.returncode}", file=sys.stderr)
+        stopped = error.returncode == STOPPED_EXIT_CODE
+        what = "was stopped" if stopped else f"failed with exit code {error.returncode}"
+        goes_on = "; the same command goes on where it stopped" if stopped else ""
+        print(f"demo: the command above {what}{goes_on}", file=sys.stderr)
         return error.returncode
     except KeyboardInterrupt:
         print("demo: interrupted; the same command goes on where it stopped", file=sys.stderr)
@@ -97,7 +103,8 @@ def prepare(cfg: Config) -> None:
 def run(*command: str) -> None:
     """Shows and runs one of the project's scripts with this interpreter; CalledProcessError where it fails."""
     print(f"\n$ python {shlex.join(command)}", flush=True)
-    subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+    if code := processes.run([sys.executable, *command], cwd=ROOT):
+        raise subprocess.CalledProcessError(code, command)
 
 
 def report(cfg: Config) -> Losses:
@@ -107,7 +114,8 @@ def report(cfg: Config) -> Losses:
     """
     folder = ROOT / cfg.run.dir / cfg.run.name
     losses = measure(cfg, folder)
-    plot(folder, losses, folder / "loss.png")
+    with FolderLock(folder):
+        plot(folder, losses, folder / "loss.png")
     print(f"\nValidation loss, nats per token over {cfg.validation.rows} rows:\n{losses.table()}")
     print(f"\nLoss curve: {os.path.relpath(folder / 'loss.png')}\n\nSamples at temperature {TEMPERATURE}:")
     for text in samples(folder):
@@ -173,4 +181,5 @@ def verdict(losses: Losses, short: bool = False) -> int:
 
 
 if __name__ == "__main__":
+    keep_console()
     sys.exit(main(sys.argv[1:]))

@@ -27,6 +27,7 @@ from pretrain.evaluation.catalog import HARNESS_PREFIX, LOSS, open_tasks
 from pretrain.evaluation.requests import Encoder
 from pretrain.evaluation.run import TaskResult, core_by_loops, evaluate
 from pretrain.files import require_writable, write_text
+from pretrain.folder_lock import FolderLock
 from pretrain.train.callbacks.validation import usual_loops
 from pretrain.train.inputs import Inputs
 from tools.baselines import split_rows
@@ -187,7 +188,7 @@ def main(argv: Sequence[str]) -> int:
     """Evaluates, prints the table, writes the files; returns the exit code."""
     args = parse(argv)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    cuda = torch.cuda.is_available()
+    cuda, lock = torch.cuda.is_available(), FolderLock(args.out)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     try:
         if args.out.is_file() or (args.out / f"{NAME}.json").exists():
@@ -199,6 +200,8 @@ def main(argv: Sequence[str]) -> int:
         if size > 1:
             dist.init_process_group("nccl" if cuda else "gloo")
         started = time.monotonic()
+        if rank == 0:
+            lock.take()
         results = run_tasks(trained, args, rank, size)
         if rank == 0:
             write(results, args, trained, time.monotonic() - started)
@@ -214,6 +217,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"evaluate: error: {error}", file=sys.stderr)
         return error.exit_code
     finally:
+        lock.close()
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0

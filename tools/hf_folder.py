@@ -28,6 +28,7 @@ from pretrain.errors import CheckpointError, ConfigError
 from pretrain.files import require_writable
 from pretrain.model.cache import LoopCache
 from pretrain.model.looped import LoopedLM
+from pretrain.processes import Children
 from tools import hf_check
 from tools.hf_format import MODEL_TYPE, hf_config, hf_tensors, model_config, model_tensors
 
@@ -194,14 +195,16 @@ def run_check(cases: Mapping[Path, Path]) -> dict[Path, dict[str, float]]:
             "OMP_NUM_THREADS": str(torch.get_num_threads()),
         }  # fmt: skip
         pairs = [str(path.absolute()) for pair in cases.items() for path in pair]
-        result = subprocess.run(
-            [sys.executable, "-I", hf_check.__file__, *pairs],
-            env=environment, capture_output=True, text=True, cwd=modules, check=False,
-        )  # fmt: skip
-    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+        with Children() as children:
+            check = children.start(
+                [sys.executable, "-I", hf_check.__file__, *pairs], env=environment, cwd=modules, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
+            output, errors = check.communicate()
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     problems = [f"{line['folder']}: {problem}" for line in lines for problem in line["problems"]]
-    if problems or result.returncode or len(lines) != len(cases):
-        end = result.stderr.strip()[-2_000:]
+    if problems or check.returncode or len(lines) != len(cases):
+        end = errors.strip()[-2_000:]
         raise CheckpointError("the exported model is not the one to export:\n  " + "\n  ".join(problems or [end]))
     return {folder: line["logits_difference"] for folder, line in zip(cases, lines, strict=True)}
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import socket
 import sys
 import time
@@ -34,6 +35,7 @@ from pretrain.messages import set_up_console
 from pretrain.parallel import megatron
 from pretrain.parallel.megatron import Layout, circular_schedule
 from pretrain.planning import Plan
+from pretrain.processes import end_with_parent
 from pretrain.sampling import Depths, DepthSampler, LoopPlan, LoopStep, form_micro_batches
 
 ROW_SEC = 10e-3
@@ -150,7 +152,8 @@ def measure(num_ranks: int, micro_batches: int, rows: int, mean_loops: int, num_
 # ------------------------------------------------------------------------------------------------------ command line
 
 
-def _worker(rank: int, port: int, num_ranks: int, args: argparse.Namespace) -> None:
+def _worker(rank: int, parent: int, port: int, num_ranks: int, args: argparse.Namespace) -> None:
+    end_with_parent(parent, signal.SIGKILL)  # torch asks for INT, which a collective does not let through
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
@@ -194,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        start_processes(_worker, (port, num_ranks, args), nprocs=num_ranks, start_method="fork")
+        start_processes(_worker, (os.getpid(), port, num_ranks, args), nprocs=num_ranks, start_method="fork")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.schema import LossConfig, OptimizerConfig, ScheduleConfig
 from pretrain.data.manifest import read_manifest
 from pretrain.errors import PretrainError
+from pretrain.folder_lock import FolderLock
 from pretrain.model.counter import StateKey
 from pretrain.model.looped import LoopedLM
 from pretrain.model.loss import Totals
@@ -251,21 +252,21 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         vocab_size = read_manifest(args.data).tokenizer.vocab_size
         train, validation = split_rows(args.data, "train"), split_rows(args.data, "validation")
+        with FolderLock(args.out):
+            path = args.out / "stability.json"
+            records = read_records(path)
+            done = {(r.variant, r.lr) for r in records}
+            for lr in reversed(LEARNING_RATES):
+                for variant in VARIANTS:
+                    if (variant, lr) in done:
+                        continue
+                    records.append(run_one(variant, lr, args.steps, vocab_size, train, validation))
+                    write_records(path, records)
+                    print(f"{variant:<13} lr {lr:<6g} {records[-1].sec:5.0f} s  {_cell(records[-1])}", flush=True)
+            plot(records, args.out)
     except PretrainError as error:
         print(f"stability: error: {error}", file=sys.stderr)
         return error.exit_code
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "stability.json"
-    records = read_records(path)
-    done = {(r.variant, r.lr) for r in records}
-    for lr in reversed(LEARNING_RATES):
-        for variant in VARIANTS:
-            if (variant, lr) in done:
-                continue
-            records.append(run_one(variant, lr, args.steps, vocab_size, train, validation))
-            write_records(path, records)
-            print(f"{variant:<13} lr {lr:<6g} {records[-1].sec:5.0f} s  {_cell(records[-1])}", flush=True)
-    plot(records, args.out)
     print("\n" + table(records))
     return 0
 

@@ -1,15 +1,17 @@
-"""Kills a run over and over with SIGKILL and shows that nothing is lost.
+"""Kills a run over and over with SIGKILL, starts it a second time while it runs, and shows that nothing is lost.
 
-    python -m tools.torture                                       # 50 kills, at least 20 of them inside a save
+    python -m tools.torture                 # 50 kills, at least 20 of them inside a save, and 20 second starts
     python -m tools.torture --kills 10 --in-save 4 zero.stage=3   # settings of the run as for pretrain/main.py
 
 A small run of several processes is trained once without disturbance. The same run is then killed at random moments (in
 start-up, a step, a validation, a save; one rank, or all of them) and started again with the same command until it ends,
 as many runs as the kills need. Each start must go on from the newest complete checkpoint, and each finished run must
-leave the weights, moments and metrics of the undisturbed one, bit for bit.
+leave the weights, moments and metrics of the undisturbed one, bit for bit. So must a run that is started again, at
+random moments, while it trains: one of the two starts must be refused with code 4 and the other's process id.
 
 The processes run pretrain/main.py, forked from this one, which has imported it, because imports cost 12 s of CPU;
-`--new-python` starts a fresh interpreter for each. Exit code 0: so many kills, no mismatch; 1 otherwise.
+`--new-python` starts a fresh interpreter for each. Exit code 0: so many kills and second starts, no mismatch; 1
+otherwise.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pretrain import processes
 from pretrain.config.schema import RunConfig
+from pretrain.errors import CheckpointError
 from pretrain.main import leave, main
 from pretrain.messages import set_up_console, without_wandb
 from pretrain.train.metrics import METRICS_NAME, read_metrics
@@ -79,17 +83,17 @@ class Command:
     processes: int
     new_python: bool
 
-    def start(self, name: str) -> Start:
-        """Starts the run `name`, or goes on with it."""
-        return Start((*self.arguments, f"run.dir={self.runs}", f"run.name={name}"), self.runs / name, self)
+    def start(self, name: str, output: str = "output") -> Start:
+        """Starts the run `name`, or goes on with it; what its processes say goes to RUN.`output`."""
+        return Start((*self.arguments, f"run.dir={self.runs}", f"run.name={name}"), self.runs / name, self, output)
 
 
 class Start:
     """One start of a run: its processes, and what they say."""
 
-    def __init__(self, arguments: tuple[str, ...], folder: Path, command: Command) -> None:
+    def __init__(self, arguments: tuple[str, ...], folder: Path, command: Command, output: str) -> None:
         self.folder = folder
-        self._log, self._output = folder / "log.txt", folder.with_suffix(".output")
+        self._log, self._output = folder / "log.txt", folder.with_suffix(f".{output}")
         self._log_begin = self._log.stat().st_size if self._log.exists() else 0
         self._output.write_bytes(b"")
         size, port = str(command.processes), _free_port()
@@ -98,7 +102,7 @@ class Start:
         for rank in range(command.processes):
             own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = multiprocessing.get_context("fork").Process(
-                target=_rank, args=(arguments, own, self._output, command.new_python)
+                target=_rank, args=(os.getpid(), arguments, own, self._output, command.new_python)
             )
             process.start()
             self.processes.append(process)
@@ -137,8 +141,12 @@ class Start:
         return self.codes
 
 
-def _rank(arguments: Sequence[str], environment: dict[str, str], output: Path, new_python: bool) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _rank(
+    parent: int, arguments: Sequence[str], environment: dict[str, str], output: Path, new_python: bool
+) -> None:
+    for number in processes.STOPPING:
+        signal.signal(number, signal.SIG_DFL)
+    processes.end_with_parent(parent, signal.SIGKILL)
     os.environ.update(environment)
     with output.open("ab") as file:
         for descriptor in (1, 2):
@@ -229,6 +237,46 @@ class Torturer:
             self.mismatches.append(f"{start.folder.name}: resumed from {found}, expected {newest}\n{start.output}")
 
 
+@dataclass
+class SecondStarts:
+    """Starts a run again while it trains, over and over. Every broken promise becomes a line of `mismatches`."""
+
+    command: Command
+    times: Times
+    rng: random.Random
+    starts: int = 0
+    mismatches: list[str] = field(default_factory=list)
+
+    def run(self, name: str, is_enough: Callable[[], bool]) -> None:
+        """Brings the run `name` to its end, with second starts on the way until `is_enough`."""
+        owner, pause = self.command.start(name), 0.0  # the first two start together
+        while owner.is_whole and not is_enough():
+            moment = time.monotonic() + pause
+            while time.monotonic() < moment and owner.is_whole:
+                time.sleep(POLL_SEC)
+            if owner.is_whole:
+                owner = self._start_again(owner, name)
+            pause = self.rng.uniform(0, 0.3 * self.times.run_sec)
+        if any(codes := owner.end(RUN_SEC)):
+            self.mismatches.append(f"{name}: exit codes {codes} with a second start\n{owner.output}")
+
+    def _start_again(self, owner: Start, name: str) -> Start:
+        """A second start beside `owner`; returns the one of the two that trains."""
+        other = self.command.start(name, f"output{self.starts + 1}")
+        while owner.is_whole and other.is_whole:
+            time.sleep(POLL_SEC)
+        refused, trains = (owner, other) if other.is_whole else (other, owner)
+        codes = refused.end(10 * GRACE_SEC)
+        if not any(codes):  # it had done its last step before the other asked
+            return trains
+        self.starts += 1
+        say(f"  {name}, second start {self.starts}: the {'second' if refused is other else 'first'} is refused")
+        named = f"in use by process {trains.processes[0].pid} on "
+        if set(codes) != {CheckpointError.exit_code} or named not in refused.output:
+            self.mismatches.append(f"{name}: exit codes {codes}, expected 4 and {named!r}\n{refused.output}")
+        return trains
+
+
 def partial_saves(folder: Path) -> list[str]:
     """Names of the checkpoints being written."""
     with contextlib.suppress(FileNotFoundError):
@@ -249,7 +297,6 @@ def is_saving(folder: Path) -> bool:
 
 def newest_complete(folder: Path) -> int | None:
     """Step of the newest checkpoint whose every byte is as its manifest says; None where no step has a folder."""
-    from pretrain.errors import CheckpointError
     from pretrain.train.checkpoint.find import find_checkpoint
     from pretrain.train.checkpoint.ranks import Ranks
 
@@ -299,16 +346,17 @@ def make_data(folder: Path) -> Path:
         for _ in range(600):
             file.write(json.dumps({"text": " ".join(rng.choices(words, k=rng.randrange(5, 60)))}) + "\n")
     tokenizer, data = folder / "tokenizer", folder / "data"
-    for command in (
+    for script in (
         ["train_tokenizer.py", str(text), "--vocab-size", str(VOCAB), "--out", str(tokenizer)],
         ["build_shards.py", str(text), "--tokenizer", str(tokenizer), "--row-tokens", str(CONTEXT + 1), "--out",
          str(data), "--processes", "1", "--validation-fraction", "0.1"],
     ):  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, f"data_prep/{command[0]}", *command[1:]], cwd=ROOT, capture_output=True, text=True
-        )
-        if done.returncode:
-            sys.exit(f"data_prep/{command[0]} failed:\n{done.stderr}")
+        output = folder / "data_prep.output"
+        with output.open("wb") as file:
+            command = [sys.executable, f"data_prep/{script[0]}", *script[1:]]
+            code = processes.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        if code:
+            sys.exit(f"data_prep/{script[0]} failed:\n{output.read_text(errors='replace')}")
     return data
 
 
@@ -333,10 +381,12 @@ def run_straight(command: Command) -> Times:
 
 def torture(command: Command, args: argparse.Namespace) -> int:
     """Prints what was done and returns the exit code."""
-    begin = time.monotonic()
+    begin, rng = time.monotonic(), random.Random(args.seed)
+    deadline = begin + args.minutes * 60
     times = run_straight(command)
     say(f"undisturbed: {times.run_sec:.1f} s, of which {times.save_sec * 1e3:.0f} ms for a save")
-    torturer = Torturer(command, times, random.Random(args.seed), begin + args.minutes * 60)
+    again = start_again(command, SecondStarts(command, times, rng), args.second_starts, deadline)
+    torturer = Torturer(command, times, rng, deadline, mismatches=again.mismatches)
 
     def is_enough() -> bool:
         return bool(torturer.mismatches) or (torturer.kills >= args.kills and torturer.in_save >= args.in_save)
@@ -353,15 +403,34 @@ def torture(command: Command, args: argparse.Namespace) -> int:
     for mismatch in torturer.mismatches:
         say(mismatch)
     say(
-        f"{torturer.kills} kills, {torturer.in_save} of them inside a save, {torturer.of_all} of all "
-        f"{command.processes} ranks and the others of one; {runs} runs finished, {torturer.resumes} resumes, "
-        f"{torturer.lost_steps} steps measured again, {len(torturer.mismatches)} mismatches, "
-        f"{time.monotonic() - begin:.0f} s"
+        f"{again.starts} second starts; {torturer.kills} kills, {torturer.in_save} of them inside a save, "
+        f"{torturer.of_all} of all {command.processes} ranks and the others of one; {runs} runs finished, "
+        f"{torturer.resumes} resumes, {torturer.lost_steps} steps measured again, "
+        f"{len(torturer.mismatches)} mismatches, {time.monotonic() - begin:.0f} s"
     )
-    if torturer.mismatches or torturer.kills < args.kills or torturer.in_save < args.in_save:
-        say(f"FAILED: expected {args.kills} kills, {args.in_save} inside a save, no mismatch, {args.minutes:g} min")
+    too_few = torturer.kills < args.kills or torturer.in_save < args.in_save or again.starts < args.second_starts
+    if torturer.mismatches or too_few:
+        say(
+            f"FAILED: expected {args.second_starts} second starts, {args.kills} kills, {args.in_save} inside a save, "
+            f"no mismatch, {args.minutes:g} min"
+        )
         return 1
     return 0
+
+
+def start_again(command: Command, again: SecondStarts, num_starts: int, deadline: float) -> SecondStarts:
+    """Trains runs with second starts until there were so many, and compares each with the straight one."""
+
+    def is_enough() -> bool:
+        return again.starts >= num_starts or bool(again.mismatches) or time.monotonic() > deadline
+
+    runs = 0
+    while not is_enough():
+        runs += 1
+        again.run(f"twice{runs}", is_enough)
+        if not again.mismatches:
+            again.mismatches += differences(command.runs / f"twice{runs}", command.runs / "straight")
+    return again
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -373,6 +442,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     add = parser.add_argument
     add("--kills", type=int, default=50, help="%(default)s")
     add("--in-save", type=int, default=20, help="how many of them at least are to hit a save; %(default)s")
+    add("--second-starts", type=int, default=20, help="%(default)s")
     add("--minutes", type=float, default=20.0, help="to give up after; %(default)s")
     add("--seed", type=int, default=0, help="of the moments and victims; %(default)s")
     add("--processes", type=int, default=2, help="%(default)s")
@@ -388,9 +458,9 @@ def _free_port() -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Makes the data set, imports what runs need, tortures, and leaves nothing behind, also after SIGTERM."""
+    """Makes the data set, imports what runs need, tortures, and leaves nothing behind, also after a signal."""
     args, overrides = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    processes.end_on_signals()
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     set_up_console()
     with without_wandb():

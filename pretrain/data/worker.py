@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import multiprocessing
 import os
 import signal
 import threading
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from pretrain.processes import STOPPING, end_with_parent
+
 SHOW_THREADS = signal.SIGRTMIN + 1
 """Makes a loader process write to stderr where its threads are, whatever they do. No scheduler sends it."""
 
@@ -23,11 +23,10 @@ def set_up_worker(worker: int) -> None:
     """
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it died before the kernel was told
-        os._exit(1)
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    end_with_parent(parent.pid, signal.SIGKILL)
+    for number in STOPPING:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
     faulthandler.register(SHOW_THREADS, file=2)
     # Threads started from here on inherit the mask, so that the signal waits for the one that asks who sent it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

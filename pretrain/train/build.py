@@ -19,7 +19,8 @@ from pretrain.config.schema import Config
 from pretrain.data.loader import TrainLoader
 from pretrain.data.place import DataPlace
 from pretrain.data.validation import ValidationRows
-from pretrain.errors import STOPPED_EXIT_CODE, DistributedError
+from pretrain.errors import STOPPED_EXIT_CODE, CheckpointError, DistributedError
+from pretrain.folder_lock import FolderLock
 from pretrain.messages import add_log_file
 from pretrain.model.init import init_parameters
 from pretrain.model.layers import Layer
@@ -30,6 +31,7 @@ from pretrain.parallel.pipeline import stage_of
 from pretrain.parallel.tensor_ops import tensor_ops
 from pretrain.parallel.zero import PARAMETER, ZeroEngine
 from pretrain.planning import checkpoint_bytes
+from pretrain.processes import start_resource_tracker
 from pretrain.sampling import DepthSampler
 from pretrain.train.callbacks import (
     Checkpointing,
@@ -37,6 +39,7 @@ from pretrain.train.callbacks import (
     Evaluation,
     Metrics,
     Observer,
+    Ownership,
     Probe,
     Profiler,
     Rewind,
@@ -78,13 +81,14 @@ def run_training(cfg: Config, started_at: float) -> int:
     `started_at`: time.monotonic() of the start of the process.
     """
     _set_numerics(cfg)
-    with Watchdog(cfg.guards) as watchdog:
+    start_resource_tracker()
+    folder = run_folder(cfg)
+    with Watchdog(cfg.guards) as watchdog, contextlib.closing(FolderLock(folder)) as lock:
         watchdog.expect("the start, before the first step,")
-        layout = _initialize(cfg)
-        folder = run_folder(cfg)
+        layout = _initialize(cfg, lock)
         if layout.is_main:
             add_log_file(folder / "log.txt")
-        with _built(cfg, layout, folder, started_at, watchdog) as trainer:
+        with _built(cfg, layout, folder, lock, started_at, watchdog) as trainer:
             stop_signals = StopSignals()
             stop_signals.install()  # until here there is nothing to save: a signal just ends the process
             trainer.stop_requested = stop_signals.stop_requested
@@ -102,7 +106,24 @@ def _set_numerics(cfg: Config) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def _initialize(cfg: Config) -> Layout:
+def _initialize(cfg: Config, lock: FolderLock) -> Layout:
+    """The layout, once the main rank has the run's folder for itself; else CheckpointError on every rank."""
+    refusal = None
+    if os.environ.get("RANK", "0") == "0":
+        try:
+            lock.take()
+        except CheckpointError as error:
+            refusal = error
+    try:
+        layout = _meet(cfg)
+    except DistributedError as error:
+        raise refusal or error from error  # the other start has the port too
+    Ranks.of().raise_any(None if refusal is None else str(refusal))
+    return layout
+
+
+def _meet(cfg: Config) -> Layout:
+    """The process groups; DistributedError with what to do where the processes do not find each other."""
     parallel = cfg.parallel
     try:
         return megatron.initialize(
@@ -138,7 +159,7 @@ def build_model(cfg: Config, layout: Layout) -> LoopedLM:
 
 @contextlib.contextmanager
 def _built(
-    cfg: Config, layout: Layout, folder: Path, started_at: float, watchdog: Watchdog
+    cfg: Config, layout: Layout, folder: Path, lock: FolderLock, started_at: float, watchdog: Watchdog
 ) -> Iterator[Trainer]:
     """The trainer, with the state it goes on from; closed at the end, also after an exception (no collective then)."""
     ranks = Ranks.of()
@@ -164,11 +185,16 @@ def _built(
         if reader is not None:
             sampler.load_state_dict(state.sampler)
             loader.load_state_dict(state.data)
-        writer = _metrics_writer(cfg, folder, state) if layout.is_main else None
         saver = CheckpointWriter(folder, cfg.checkpoint, dump_config(cfg), ranks, timeout_sec=cfg.parallel.timeout_sec)
         validation_rows = ValidationRows(cfg, place, reads=reads)
+        runner = make_runner(cfg, engine, layout, sampler, loader)
+        # From here on the folder changes: what can fail has been tried. Checkpoints that are later than the start go
+        # first, since a start that ends in between would go on from one of them, with its rows removed.
+        saver.start_from(state.step)
+        writer = _metrics_writer(cfg, folder, state) if layout.is_main else None
         # In the order of their calls: a row is written before the checkpoint that counts on it.
         callbacks = [
+            *([Ownership(lock)] if layout.is_main else []),
             Rewind(folder, ranks, saver, placement),
             *(_reports(cfg, layout, folder, writer) if writer is not None else []),
             Validation(validation_rows, loader.bos_id),
@@ -176,7 +202,6 @@ def _built(
             Probe(validation_rows, loader.bos_id, folder),
             Checkpointing(saver, placement, writer),
         ]
-        runner = make_runner(cfg, engine, layout, sampler, loader)
         yield Trainer(
             cfg, layout, engine, loader, runner, state, callbacks, started_at, watchdog, lambda: saver.failed
         )

@@ -69,7 +69,8 @@ def remove_rows_after(path: Path, step: int) -> int:
     kept = [line for number, line in enumerate(lines[:-1], 1) if _row(path, number, line)["step"] <= step]
     removed = len(lines[:-1]) - len(kept) + bool(lines[-1])
     if removed:
-        write_text(path, "".join(line + "\n" for line in kept))
+        # Where it is a link, rows are appended to what it leads to; it must stay one.
+        write_text(path.resolve(), "".join(line + "\n" for line in kept))
     return removed
 
 

@@ -13,7 +13,8 @@ import threading
 import time
 from types import FrameType
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+from pretrain.processes import STOPPING, stopping_signals, write_stderr
+
 ENDING = (signal.SIGTERM, signal.SIGINT)
 ECHO_SEC = 1.0
 """A repetition within this time is the same request: at a time limit SLURM sends TERM itself and through srun, measured
@@ -30,10 +31,10 @@ class StopSignals:
         self._last_at: dict[int, float] = {}
 
     def install(self) -> None:
-        """From here on TERM, INT, USR1 and USR2 ask the run to stop, instead of ending the process."""
+        """From here on STOPPING signals ask the run to stop, instead of ending the process. An ignored HUP stays so."""
         reader, writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(writer, False)
-        for number in STOPPING:
+        for number in stopping_signals():
             signal.signal(number, _leave_to_thread)
             signal.siginterrupt(number, False)  # C libraries need not expect interrupted system calls
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -56,7 +57,7 @@ class StopSignals:
             self._first = number
             log.warning("%s received: the run saves and stops after this step", number.name)
         elif number in ENDING and before is not None and now - before >= ECHO_SEC:
-            os.write(2, f"{number.name} received again: ending at once\n".encode())
+            write_stderr(f"{number.name} received again: ending at once\n")
             os._exit(128 + number)
 
 

@@ -25,6 +25,7 @@ from typing import Literal, Self
 from pretrain.config.schema import GuardsConfig
 from pretrain.data.worker import SHOW_THREADS
 from pretrain.errors import DistributedError
+from pretrain.processes import write_stderr
 
 POLL_SEC = 1.0
 GRACE_SEC = 10.0
@@ -83,12 +84,12 @@ def _end(text: str) -> None:
     """
     who = f"error on rank {os.environ.get('RANK', '0')} ({socket.gethostname()})"
     lines = [f"{who}: {text}. This rank's threads, innermost call first:", *_threads()]
-    os.write(2, "\n".join([*lines, ""]).encode())
+    write_stderr("\n".join([*lines, ""]))
     for child in multiprocessing.active_children():
         with contextlib.suppress(OSError):
             os.kill(child.pid or 0, SHOW_THREADS)
     time.sleep(GRACE_SEC)
-    os.write(2, f"{who}: ending with exit code {DistributedError.exit_code}; the last checkpoint is kept\n".encode())
+    write_stderr(f"{who}: ending with exit code {DistributedError.exit_code}; the last checkpoint is kept\n")
     os._exit(DistributedError.exit_code)
 
 

@@ -32,7 +32,9 @@ class Cluster:
         self.config = folder / "c.yaml"
         self.config.write_text(CONFIG.format(folder=folder))
 
-    def install(self, *, test_only: str = "sbatch: Job 4 to start at noon", exit_code: int = 0) -> None:
+    def install(
+        self, *, test_only: str = "sbatch: Job 4 to start at noon", exit_code: int = 0, squeue: str = ":"
+    ) -> None:
         """sbatch says `test_only` about a script that it is only to test, and submits others as job 81."""
         programs = {
             "sbatch": f'if [ "$1" = --test-only ]; then echo "{test_only}" >&2; exit {exit_code}; fi\n'
@@ -40,6 +42,7 @@ class Cluster:
             'echo "Submitted batch job 81"',
             "sinfo": "printf 'main*\\nhigh\\n'",
             "srun": "exit 1",
+            "squeue": f'echo "$@" >> {self.folder}/squeue.txt; {squeue}',
         }
         for name, lines in programs.items():
             (self.folder / "bin").mkdir(exist_ok=True)
@@ -147,6 +150,92 @@ def test_inside_of_another_job_its_variables_are_dropped(cluster: Cluster, monke
     assert cluster.launch(*CPUS)[0] == 0
     seen = dict(line.split("=", 1) for line in (cluster.folder / "env").read_text().splitlines() if "=" in line)
     assert {name for name in names if name in seen} == {"SLURM_CONF"}
+
+
+SWEEP = "- [optimizer.lr=1e-3]\n- [optimizer.lr=2e-3]\n"
+
+
+def test_a_run_is_queued_once(cluster: Cluster) -> None:
+    cluster.install(squeue="echo '81 PENDING'")
+    assert cluster.launch(*CPUS)[0] == 0
+    assert not (cluster.folder / "squeue.txt").exists(), "nothing was submitted before"
+    assert (cluster.folder / "runs/first/slurm/jobs.txt").read_text() == "81\n"
+    (cluster.folder / "submitted.sh").unlink()
+    (cluster.folder / "link").symlink_to("runs")
+    for more in ((), ("--dry-run",), (f"run.dir={cluster.folder}/link",), ("--sbatch", "dependency=afterok:8")):
+        exit_code, _, message = cluster.launch(*CPUS, *more)
+        assert exit_code == 2 and "first: job 81 (pending) is for this run already" in message, more
+        assert "--sbatch dependency=afterany:81" in message
+    assert not (cluster.folder / "submitted.sh").exists()
+    assert cluster.launch(*CPUS, "run.name=second")[0] == 0
+    for option in ("dependency=afterany:81", "dependency=singleton"):
+        assert cluster.launch(*CPUS, "--sbatch", option)[0] == 0, "one behind the other"
+    assert (cluster.folder / "runs/first/slurm/jobs.txt").read_text() == "81\n81\n81\n"
+
+
+@pytest.mark.parametrize("first", ["sweep", "one"])
+def test_a_run_is_queued_once_alone_or_in_a_sweep(first: str, cluster: Cluster) -> None:
+    job = "81_1" if first == "sweep" else "81"
+    cluster.install(squeue=f"echo '{job} RUNNING'")
+    (cluster.folder / "s.yaml").write_text(SWEEP)
+    (cluster.folder / "other.yaml").write_text(SWEEP)
+    one, sweep = (*CPUS, "run.name=first-1"), (*CPUS, "--array", "s.yaml")
+    assert cluster.launch(*(sweep if first == "sweep" else one))[0] == 0
+    for again in (one, sweep, (*CPUS, "--array", "other.yaml")):
+        exit_code, _, message = cluster.launch(*again)
+        assert exit_code == 2 and f"runs/first-1: job {job} (running) is for this run already" in message
+    assert cluster.launch(*CPUS, "run.name=first-2")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "squeue, message",
+    [
+        ("echo '81 COMPLETING'", None),
+        (":", None),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", None),
+        ("echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1", "Unable to contact slurm"),
+    ],
+    ids=["leaving", "gone", "forgotten", "no_answer"],
+)
+def test_a_job_that_has_ended_is_in_nobodys_way(squeue: str, message: str | None, cluster: Cluster) -> None:
+    cluster.install(squeue=squeue)
+    assert cluster.launch(*CPUS)[0] == 0
+    exit_code, _, errors = cluster.launch(*CPUS)
+    assert exit_code == (0 if message is None else 2) and (message or "") in errors
+    assert "--jobs=81" in (cluster.folder / "squeue.txt").read_text()
+
+
+def test_a_sweep_has_a_folder_for_each_run(cluster: Cluster) -> None:
+    cluster.install()
+    (cluster.folder / "runs").mkdir()
+    (cluster.folder / "runs" / "b").symlink_to("a")
+    (cluster.folder / "s.yaml").write_text("- [run.name=a, train.seed=1]\n- [run.name=b, train.seed=2]\n")
+    exit_code, _, message = cluster.launch(*CPUS, "--array", "s.yaml")
+    assert exit_code == 2 and "run 1 to have a folder of its own" in message and "leads to that of 'a'" in message
+
+
+@pytest.mark.parametrize("break_", ["\n", "\r", "\x0b", "\u2028", "\x00", "\x1b[2J"])
+def test_no_line_of_the_batch_script_comes_from_a_name(
+    break_: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the keys of the run, in the folder that a relative run.dir stands in, in the sweep's name and in options."""
+    cluster.install()
+    text = f"x{break_}touch owned"
+    for key in ("run.dir", "run.name"):
+        message = cluster.refusal(*CPUS, f"{key}={text}")
+        assert f"{key}=" in message and "without line breaks and control characters" in message
+    for option in ("partition", "account", "time", "sbatch"):
+        assert "expected" in cluster.refusal(*CPUS, f"--{option}", f"qos={text}" if option == "sbatch" else text)
+    if break_ == "\x00":
+        return  # no file's name
+    sweep = cluster.folder / f"{text}.yaml"
+    sweep.write_text(SWEEP)
+    assert "expected text in one line" in cluster.refusal(*CPUS, "--array", str(sweep), "--dry-run")
+    odd = cluster.folder / text
+    odd.mkdir()
+    monkeypatch.chdir(odd)
+    message = cluster.refusal(*CPUS, "run.dir=runs", "--dry-run")
+    assert "batch script: folder=" in message and "expected text in one line" in message
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from pretrain.errors import STOPPED_EXIT_CODE
-from pretrain.train.signals import ECHO_SEC, STOPPING
+from pretrain.processes import STOPPING
+from pretrain.train.signals import ECHO_SEC
 from tests.helpers import REPOSITORY, end_processes
 from tests.train.forked import train
 

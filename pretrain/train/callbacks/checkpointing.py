@@ -25,9 +25,6 @@ class Checkpointing(Callback):
         self.writer, self.placement, self.metrics = writer, placement, metrics
         self.has_failed = False
 
-    def on_start(self, trainer: Trainer) -> None:
-        self.writer.start_from(trainer.state.step)
-
     def on_step(self, trainer: Trainer, report: StepReport, timing: Timing) -> None:
         every = trainer.cfg.checkpoint.every_steps
         due = trainer.is_last_step or (every is not None and report.step % every == 0)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pretrain.config.schema import RunConfig
 from pretrain.errors import CheckpointError, TrainingError
-from pretrain.train.checkpoint.find import find_checkpoint
-from pretrain.train.checkpoint.folders import checkpoints_folder, list_steps
+from pretrain.train.checkpoint.find import agreed_steps, find_checkpoint
+from pretrain.train.checkpoint.folders import checkpoints_folder
 from pretrain.train.checkpoint.placement import Placement
 from pretrain.train.checkpoint.ranks import Ranks
 from pretrain.train.checkpoint.reader import CheckpointReader
@@ -65,7 +65,7 @@ class Rewind(Callback):
         """
         every, latest = trainer.cfg.checkpoint.every_steps, trainer.state.step - trainer.cfg.guards.rewind_steps
         assert every is not None
-        for step in reversed(self.ranks.broadcast(list_steps(checkpoints_folder(self.run_folder)))):
+        for step in reversed(agreed_steps(checkpoints_folder(self.run_folder), self.ranks)):
             undone = any(first < step < last for first, last in trainer.state.rewinds)
             if step > latest or step % every or undone:
                 continue

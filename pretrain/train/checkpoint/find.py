@@ -33,7 +33,7 @@ def find_checkpoint(run_folder: Path, run: RunConfig, ranks: Ranks) -> Checkpoin
     exist but none is complete, where `never` finds any, or where a rank does not see rank 0's folder. Collective.
     """
     checkpoints = checkpoints_folder(run_folder)
-    steps = ranks.broadcast(list_steps(checkpoints))
+    steps = agreed_steps(checkpoints, ranks)
     if run.resume == "step":
         assert run.resume_step is not None
         return _exactly(checkpoints, run.resume_step, steps, ranks)
@@ -47,12 +47,24 @@ def find_checkpoint(run_folder: Path, run: RunConfig, ranks: Ranks) -> Checkpoin
     return _newest(checkpoints, steps, ranks)
 
 
+def agreed_steps(checkpoints: Path, ranks: Ranks) -> list[int]:
+    """What rank 0 lists, on every rank, and CheckpointError on all of them where it cannot. Collective."""
+    steps, error = [], None
+    if ranks.rank == 0:
+        try:
+            steps = list_steps(checkpoints)
+        except CheckpointError as caught:
+            error = str(caught)
+    ranks.raise_any(error)
+    return ranks.broadcast(steps)
+
+
 def open_checkpoint(path: Path) -> CheckpointReader:
     """The checkpoint in `path`, checked to the last byte: a step's folder, or a run's (its newest complete one).
 
     Errors: CheckpointError that names the file and what is wrong with it.
     """
-    if (path / MANIFEST_NAME).is_file() or not checkpoints_folder(path).is_dir():
+    if (path / MANIFEST_NAME).is_file() or not os.path.lexists(checkpoints_folder(path)):
         reader = CheckpointReader(path)
         reader.verify()
         return reader

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pretrain.config.schema import CheckpointConfig
 from pretrain.errors import CheckpointError, ConfigError
-from pretrain.files import size_text, sync_folder, write_text
+from pretrain.files import remove_tree, size_text, sync_folder, write_text
 from pretrain.train.checkpoint.format import check_size, read_manifest
 
 log = logging.getLogger(__name__)
@@ -38,10 +38,18 @@ def partial_folder(checkpoints: Path, step: int) -> Path:
 
 
 def list_steps(checkpoints: Path) -> list[int]:
-    """Steps that have a folder, rising; whether the folders are complete is another question."""
-    if not checkpoints.is_dir():
+    """Steps that have a folder or a link by their name, rising; whether these are complete is another question.
+
+    Errors: CheckpointError where `checkpoints` is there and cannot be listed: it must not look like one without any.
+    """
+    if not os.path.lexists(checkpoints):
         return []
-    matches = (_STEP.fullmatch(path.name) for path in checkpoints.iterdir() if path.is_dir())
+    try:
+        names = os.listdir(checkpoints)
+    except OSError as error:
+        hint = f"; a link to {os.readlink(checkpoints)}: is that mounted?" if checkpoints.is_symlink() else ""
+        raise CheckpointError(f"{checkpoints}: cannot be listed ({error}){hint}") from error
+    matches = (_STEP.fullmatch(name) for name in names)
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -78,10 +86,12 @@ def point_latest(checkpoints: Path, step: int) -> None:
 def remove(folder: Path) -> None:
     """Deletes a folder under another name, so that a kill in between leaves nothing that looks like a checkpoint."""
     hidden = folder.with_name("." + folder.name.strip(".").removesuffix(".partial") + ".deleted")
-    if hidden.exists():
-        shutil.rmtree(hidden)
+    if os.path.lexists(hidden):
+        remove_tree(hidden)
+    if folder.is_symlink():
+        log.info("%s is a link: only the link is removed, and %s stays", folder, os.readlink(folder))
     os.rename(folder, hidden)
-    shutil.rmtree(hidden)
+    remove_tree(hidden)
 
 
 def remove_leftovers(checkpoints: Path) -> None:
@@ -89,10 +99,7 @@ def remove_leftovers(checkpoints: Path) -> None:
     for path in sorted(checkpoints.iterdir()):
         if _LEFTOVER.fullmatch(path.name):
             log.info("removing %s: a save or a deletion was cut short", path)
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            remove_tree(path)
 
 
 def remove_old(checkpoints: Path, newest: int, config: CheckpointConfig) -> None:
@@ -121,8 +128,12 @@ def set_aside_after(checkpoints: Path, step: int) -> None:
         folder = step_folder(checkpoints, later)
         abandoned.mkdir(exist_ok=True)
         names = (folder.name + (f".{i}" if i else "") for i in range(1_000_000))
-        target = next(abandoned / name for name in names if not (abandoned / name).exists())
-        os.rename(folder, target)
+        target = next(abandoned / name for name in names if not os.path.lexists(abandoned / name))
+        if folder.is_symlink():  # where it leads must not depend on where it is
+            os.symlink(folder.parent.resolve() / os.readlink(folder), target)
+            folder.unlink()
+        else:
+            shutil.move(folder, target)  # a rename, unless `abandoned` is a link to another disk
         log.warning("%s is later than step %d, from which the run goes on: moved to %s", folder, step, target)
 
 

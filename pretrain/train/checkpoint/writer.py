@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import shutil
 import threading
@@ -80,7 +81,7 @@ class CheckpointWriter:
         self._saved_step: int | None = None
 
     def start_from(self, step: int) -> None:
-        """Prepares the folder for a run that goes on from `step`: at its start, and whenever it goes back.
+        """Prepares the folder for a run that goes on from `step`.
 
         Removes what interrupted saves have left, and moves checkpoints of later steps to `abandoned/`.
         Errors: CheckpointError where the folder cannot be written or is not shared by all ranks.
@@ -94,7 +95,7 @@ class CheckpointWriter:
                 folders.remove_leftovers(self._checkpoints)
                 folders.set_aside_after(self._checkpoints, step)
                 probe.mkdir()
-            except OSError as caught:
+            except (OSError, CheckpointError) as caught:
                 error = f"{self._checkpoints}: cannot be prepared ({caught})"
         self._ranks.raise_any(error)
         self._require_shared(probe)
@@ -152,12 +153,12 @@ class CheckpointWriter:
         error = None
         if self._ranks.rank == 0:
             try:
-                if partial.exists():
+                if os.path.lexists(partial):
                     folders.remove(partial)
                 partial.mkdir(parents=True)
             except OSError as caught:
                 error = f"{partial}: cannot be made ({caught})"
-            if target.exists():
+            if os.path.lexists(target):
                 error = f"{target} exists, and checkpoints are never overwritten: move it away"
         self._ranks.raise_any(error)
         self._require_shared(partial)
@@ -197,7 +198,7 @@ class CheckpointWriter:
             log.info("checkpoint of step %d: %s saved in %.1f s (%s/s)", step, size, sec, speed)
             try:
                 folders.remove_old(self._checkpoints, step, self._config)
-            except OSError as caught:
+            except (OSError, CheckpointError) as caught:
                 log.warning("%s: old checkpoints could not be deleted (%s)", self._checkpoints, caught)
 
     def _complete(self, partial: Path, shares: list[Share], step: int, state_text: str) -> str | None:
