@@ -190,11 +190,13 @@ class ModelConfig:
     """Apply the final norm also before the coda (Huginn)."""
     dropout: float = 0.0
     """Dropout of attention and MLP outputs and of the embedding; only with tensor = pipeline = 1."""
-    init: Literal["scaled_zero", "scaled", "normal"] = "scaled_zero"
+    init: Literal["scaled_zero", "scaled", "normal", "uniform"] = "scaled_zero"
     """scaled_zero: truncated-orthogonal matrices, zero output projections (Parcae); scaled: truncated normal
-    with std sqrt(2 / (5 d)) (RDM); normal: N(0, 0.02), output projections divided by sqrt(2 layers)."""
+    with std sqrt(2 / (5 d)) (RDM); normal: N(0, 0.02), output projections divided by sqrt(2 layers);
+    uniform: torch's defaults, U(+-1 / sqrt(fan_in)) for every matrix (the blind-spot paper's)."""
     embedding_std: float | None = None
-    """null: by `init`: sqrt(2 / (5 d)), or 0.02. The blind-spot paper's is 1.0."""
+    """Of the tables of tokens and positions and, unless init is uniform, of an untied head. null: by `init`:
+    sqrt(2 / (5 d)), 0.02 (normal) or 1 (uniform)."""
     recurrence: RecurrenceConfig = field(default_factory=RecurrenceConfig)
     auxiliary: AuxiliaryConfig = field(default_factory=AuxiliaryConfig)
 
