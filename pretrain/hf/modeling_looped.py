@@ -297,7 +297,8 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         """As in transformers, with a cache of this model's kind."""
-        if generation_config.cache_implementation is not None:
+        # Assisted generation of transformers 4 asks its assistant for a dynamic cache, which this one is.
+        if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r}: expected None; set "
                 "config.cache_mode to full or last, or pass past_key_values=model.new_cache(mode)"
