@@ -203,11 +203,13 @@ class ModelConfig:
     dropout: float = 0.0
     """In training, of the embedding, the attention weights and every MLP's output: where the code of the blind-spot
     paper has it, whose authors alone train with it. Attention then materialises its weights, [rows, heads, S, S]."""
-    init: Literal["scaled_zero", "scaled", "normal"] = "scaled_zero"
+    init: Literal["scaled_zero", "scaled", "normal", "uniform"] = "scaled_zero"
     """scaled_zero: truncated-orthogonal matrices, zero output projections (Parcae); scaled: truncated normal
-    with std sqrt(2 / (5 d)) (RDM); normal: N(0, 0.02), output projections divided by sqrt(2 layers)."""
+    with std sqrt(2 / (5 d)) (RDM); normal: N(0, 0.02), output projections divided by sqrt(2 layers);
+    uniform: torch's defaults, U(+-1 / sqrt(fan_in)) for every matrix (the blind-spot paper's)."""
     embedding_std: float | None = None
-    """null: by `init`: sqrt(2 / (5 d)), or 0.02. The blind-spot paper's is 1.0."""
+    """Of the tables of tokens and positions and, unless init is uniform, of an untied head. null: by `init`:
+    sqrt(2 / (5 d)), 0.02 (normal) or 1 (uniform)."""
     recurrence: RecurrenceConfig = field(default_factory=RecurrenceConfig)
     auxiliary: AuxiliaryConfig = field(default_factory=AuxiliaryConfig)
 

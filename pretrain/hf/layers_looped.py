@@ -33,6 +33,27 @@ class Context(NamedTuple):
     """Whether queries and keys are the same tokens; a compiled graph must not compare their numbers."""
 
 
+class LoopedEmbedding(nn.Embedding):
+    """The table of tokens, and the head where the two are tied.
+
+    Both products are calls of this module: hooks that bring weights from a disk, from another device or from other ranks
+    (accelerate, FSDP) run when the module that owns them is called, and a weight that is read elsewhere is not there.
+    """
+
+    @classmethod
+    def of(cls, table: nn.Embedding) -> LoopedEmbedding:
+        """`table` itself, or a module of this kind with its parameter."""
+        if isinstance(table, cls):
+            return table
+        own = cls(*table.weight.shape, padding_idx=table.padding_idx, device="meta")
+        own.weight = table.weight
+        return own
+
+    def forward(self, x: Tensor, as_head: bool = False) -> Tensor:  # type: ignore[override]
+        """ids x [B, S] -> embeddings [B, S, D]; as the head, x [B, S, D] -> logits [B, S, V]."""
+        return F.linear(x, self.weight) if as_head else super().forward(x)
+
+
 class LoopedRMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps), times a learned weight if the model has them."""
 
@@ -155,11 +176,21 @@ class LoopedLayer(GradientCheckpointingLayer):
         self.feedback_norm = LoopedRMSNorm(width, config) if feedback == "residual" else None
         self.dropout = nn.Dropout(config.dropout)
 
+    def look_up(self, input_ids: Tensor) -> Tensor | None:
+        """Value embeddings [B, S, G C] of ids [B, S]; None without. They do not depend on the loop.
+
+        A call of the layer, since FSDP gathers its weights for calls alone; of no checkpointed one, since nothing is
+        worth computing twice.
+        """
+        return None if self.attention.value_table is None else nn.Module.__call__(self, input_ids)
+
     def forward(
-        self, x: Tensor, ctx: Context, values: Tensor | None, slot: Slot, running: Tensor | None,
-        feedback: Tensor | None,
+        self, x: Tensor, ctx: Context | None = None, values: Tensor | None = None, slot: Slot | None = None,
+        running: Tensor | None = None, feedback: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """x [B, S, D] -> [B, S, D]."""
+        """x [B, S, D] -> [B, S, D]. Without a context x are ids, and what is wanted are their value embeddings."""
+        if ctx is None:
+            return self.attention.value_table(x)
         if self.feedback_norm is not None and feedback is not None:
             x = self.feedback_norm(x + feedback)
         source = normed = self.attention_norm(x)
@@ -203,8 +234,13 @@ class LoopedInjection(nn.Module):
         self.norm = LoopedRMSNorm(width, config) if self.kind == "input" else None
         self.interloop_norm = LoopedRMSNorm(width, config) if config.interloop_norm else None
 
-    def forward(self, h: Tensor, drive: Any, first: bool) -> tuple[Tensor, Tensor]:
-        """(u, h): the core's input, and the state (normalised, where set) that feedback sees."""
+    def forward(self, h: Tensor | None, drive: Any, first: bool) -> Any:
+        """(u, h): the core's input, and the state (normalised, where set) that feedback sees.
+
+        Without a state `drive` is e [B, S, D], and what comes back is its part of every loop, the `drive` of later calls.
+        """
+        if h is None:
+            return self.input(drive)
         if self.interloop_norm is not None and not first:
             h = self.interloop_norm(h)
         if self.kind == "diagonal":

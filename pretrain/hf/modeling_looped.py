@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -28,7 +27,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .cache_looped import LoopedCache, Slot
 from .configuration_looped import LoopedConfig
 from .exit_looped import ExitTest
-from .layers_looped import Context, LoopedInjection, LoopedLayer, LoopedRMSNorm, initial_state, rope_tables
+from .layers_looped import (
+    Context,
+    LoopedEmbedding,
+    LoopedInjection,
+    LoopedLayer,
+    LoopedRMSNorm,
+    initial_state,
+    rope_tables,
+)
 
 PARTS = ("prelude", "core", "coda")
 # The name of a cache among generate's arguments: transformers renamed it in 5.x.
@@ -75,7 +82,7 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"attn_implementation={config._attn_implementation!r}: expected 'sdpa'")
         # The decay of the diagonal injection is exact in every dtype.
         self._keep_in_fp32_modules_strict = ["A_log", "dt_bias"] if config.injection == "diagonal" else None
-        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.embedding = LoopedEmbedding(config.vocab_size, config.width)
         learned = config.positions == "learned"
         self.position_embedding = nn.Embedding(config.context_length, config.width) if learned else None
         for part in PARTS:
@@ -96,9 +103,9 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):
         """The token embedding."""
         return self.embedding
 
-    def set_input_embeddings(self, value: Any) -> None:
-        """Replaces the token embedding."""
-        self.embedding = value
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replaces the token embedding, and with it a tied head."""
+        self.embedding = LoopedEmbedding.of(value)
 
     def get_output_embeddings(self) -> nn.Module | None:
         """The head; None where it is the token embedding."""
@@ -122,8 +129,7 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):
 
     def look_up_values(self, part: str, input_ids: Tensor) -> list[Tensor | None]:
         """Value embeddings of each layer of `part`, [B, S, G C]; they do not depend on the loop."""
-        tables = [layer.attention.value_table for layer in getattr(self, part)]
-        return [None if table is None else table(input_ids) for table in tables]
+        return [layer.look_up(input_ids) for layer in getattr(self, part)]
 
     def run_layers(
         self, part: str, x: Tensor, ctx: Context, values: Sequence[Tensor | None], slots: str | None = None,
@@ -166,7 +172,7 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):
 
     def read_out(self, y: Tensor) -> Tensor:
         """The head's input [B, S, D] -> fp32 logits [B, S, V]."""
-        logits = F.linear(y, self.embedding.weight if self.head is None else self.head.weight).float()
+        logits = (self.embedding(y, as_head=True) if self.head is None else self.head(y)).float()
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -291,7 +297,8 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         """As in transformers, with a cache of this model's kind."""
-        if generation_config.cache_implementation is not None:
+        # Assisted generation of transformers 4 asks its assistant for a dynamic cache, which this one is.
+        if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
             raise ValueError(
                 f"cache_implementation={generation_config.cache_implementation!r}: expected None; set "
                 "config.cache_mode to full or last, or pass past_key_values=model.new_cache(mode)"
@@ -342,7 +349,7 @@ class Loops:
     ) -> None:
         self.model, self.ctx, self.exits, self.read_all, self.keep = model, ctx, exits, read_all, keep
         self.keep_states = keep_states
-        self.drive = model.injection.input(e)
+        self.drive = model.injection(None, e, True)
         self.core_values = model.look_up_values("core", input_ids)
         self.coda_values = model.look_up_values("coda", input_ids)
         self.running: Tensor | None = None

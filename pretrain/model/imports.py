@@ -479,7 +479,7 @@ def _blindspot(f: _Fields, names: Collection[str]) -> ModelConfig:
         "norm_eps": f.take("norm_eps", float),
         "tie_embeddings": f.take("tie_weights", bool),
         "dropout": f.take("dropout", float),
-        "embedding_std": 1.0,
+        "init": "uniform",
     }
     f.end()
     return make_model_config("blindspot", recurrence, **model)

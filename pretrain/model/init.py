@@ -5,6 +5,8 @@ projections of attention and MLP zero; A_log 0, Abar sqrt(1/5), B identity, C or
 scaled (RDM, Huginn's "takase" rule): truncated normal with that std; output projections sqrt(1 / (5 d L)).
 normal: N(0, 0.02^2); output projections divided by sqrt(2 L). L counts layers with the mean number of loops, so that
 the stream's scale at the start does not depend on how often the core is looped.
+uniform: torch's defaults, which the blind-spot code leaves as they are: U(+-1 / sqrt(fan_in)) for every matrix, N(0, 1)
+for the tables of tokens and positions.
 """
 
 from __future__ import annotations
@@ -31,6 +33,12 @@ def _truncated_normal(shape: torch.Size, std: float, generator: torch.Generator)
     return nn.init.trunc_normal_(torch.empty(shape), std=std, a=-3 * std, b=3 * std, generator=generator)
 
 
+def _uniform(shape: torch.Size, fan_in: int, generator: torch.Generator) -> Tensor:
+    """torch's default of nn.Linear."""
+    bound = 1 / math.sqrt(fan_in)
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
 def _orthogonal(shape: torch.Size, gain: float, generator: torch.Generator) -> Tensor:
     """Rows or columns orthonormal times gain, from a truncated normal draw."""
     draw = _truncated_normal(shape, 1.0, generator)
@@ -44,19 +52,22 @@ def _draw(name: str, shape: torch.Size, cfg: ModelConfig, generator: torch.Gener
     part = name.split(".")[0]
     width = cfg.width_of("core" if part in ("core", "injection") else part)
     std = math.sqrt(2 / (5 * width))
-    if name in ("embedding.weight", "head.weight", "position_embedding.weight") or "loop_heads" in name:
+    is_head = name == "head.weight" or "loop_heads" in name
+    if name in ("embedding.weight", "position_embedding.weight") or (is_head and cfg.init != "uniform"):
         return torch.randn(shape, generator=generator) * embedding_std(cfg)
-    if name.startswith("auxiliary.") and "loop_heads" not in name:
+    if name.startswith("auxiliary.") and not is_head:
         return torch.zeros(shape)  # predict the state itself; leave at every loop with the same probability
     if "value_table" in name:
         return torch.randn(shape, generator=generator)
     if "value_gate" in name:
-        bound = 1 / math.sqrt(shape[1])  # torch's default of nn.Linear
-        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        return _uniform(shape, shape[1], generator)
     if name == "injection.input.B.weight":
         return torch.eye(shape[0]) if shape[0] == shape[1] else _orthogonal(shape, 1.0, generator)
     if name == "output_projection.weight":
         return _orthogonal(shape, math.sqrt(2 / 5), generator)
+    if cfg.init == "uniform":
+        concatenated = name.startswith("injection.")  # one matrix that reads [h; e]
+        return _uniform(shape, cfg.width_of("core") + cfg.width if concatenated else shape[1], generator)
     if name.startswith("injection."):
         return _truncated_normal(shape, std, generator)
     is_output = name.endswith(("attention.output.weight", "mlp.down.weight"))

@@ -57,7 +57,8 @@ def embedding_std(cfg: ModelConfig) -> float:
     """Standard deviation of the token embedding at the start."""
     if cfg.embedding_std is not None:
         return cfg.embedding_std
-    return 0.02 if cfg.init == "normal" else math.sqrt(2 / (5 * cfg.width))
+    by_init = {"normal": 0.02, "uniform": 1.0}
+    return by_init.get(cfg.init, math.sqrt(2 / (5 * cfg.width)))
 
 
 def state_std(cfg: ModelConfig) -> float:

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from pretrain.hf.cache_looped import LoopedCache
 from pretrain.hf.modeling_looped import CACHE_NAME, LoopedForCausalLM
-from tests.hf.models import model, tokens
+from tests.hf.models import model, pair, tokens
 from tests.model.tiny import FAMILIES
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
@@ -74,6 +74,20 @@ def test_generation_keeps_a_cache_by_itself() -> None:
     cache = result[CACHE_NAME]
     assert isinstance(cache, LoopedCache) and (cache.get_seq_length(), len(cache)) == (6, 2 + 2 * 2)
     assert exported(ids).get(CACHE_NAME) is None
+
+
+@pytest.mark.parametrize("family", ["parcae", "parcae_flt", "flt", "rdm", "blindspot"])
+@torch.no_grad()
+def test_an_assistant_changes_nothing(family: str) -> None:
+    """A model of another size, of another family, and the model itself; and candidates from the prompt."""
+    exported, ids = model(family), tokens(1, 5)
+    settings = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": 1}
+    for loops in ({"num_loops": 3}, {"num_loops": 4, "exit_rule": "state", "exit_threshold": 0.3}):
+        alone = exported.generate(ids, **loops, **settings)
+        for assistant in (pair("parcae", prelude_layers=2)[1], model("blindspot"), exported):
+            for _ in range(2):  # the second call finds the assistant as the first left it
+                assert torch.equal(exported.generate(ids, assistant_model=assistant, **loops, **settings), alone)
+        assert torch.equal(exported.generate(ids, prompt_lookup_num_tokens=3, **loops, **settings), alone)
 
 
 @torch.no_grad()

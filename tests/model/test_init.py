@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pretrain.config.model import AuxiliaryConfig
 from pretrain.model.init import init_parameters
 from pretrain.model.looped import LoopedLM
 from pretrain.model.ops import TensorOps
@@ -67,8 +68,8 @@ def test_embeddings_and_value_embeddings() -> None:
     gate = weights["coda.0.attention.value_gate.weight"]
     assert float(gate.abs().max()) <= 1 / math.sqrt(32)
     assert float(gate.std()) == pytest.approx(1 / math.sqrt(3 * 32), rel=0.2)
-    paper = _initialised("blindspot", embedding_std=1.0)
-    assert float(paper["embedding.weight"].std()) == pytest.approx(1.0, rel=0.02)
+    other = _initialised("blindspot", embedding_std=1.0)
+    assert float(other["embedding.weight"].std()) == pytest.approx(1.0, rel=0.02)
 
 
 def test_scaled_init_of_the_recurrent_depth_model() -> None:
@@ -87,6 +88,37 @@ def test_normal_init() -> None:
     assert float(weights["embedding.weight"].std()) == pytest.approx(0.02, rel=0.04)
     expected = 0.02 / math.sqrt(2 * 4 * 2)
     assert float(weights["core.1.mlp.down.weight"].std()) == pytest.approx(expected, rel=0.04)
+
+
+def _assert_uniform(weight: Tensor, bound: float, name: str) -> None:
+    """U(-bound, bound), by its range, mean and spread."""
+    assert 0.98 * bound < float(weight.abs().max()) <= bound, name
+    assert abs(float(weight.mean())) < 0.05 * bound, name
+    assert float(weight.std()) == pytest.approx(bound / math.sqrt(3), rel=0.03), name
+
+
+@pytest.mark.parametrize("family", ["blindspot", "rdm", "flt", "lt_input"])
+def test_uniform_init_is_what_torch_gives_modules_by_default(family: str) -> None:
+    """Tables N(0, 1) and every matrix U(+-1 / sqrt(fan_in)): of layers, of an untied head, of RDM's [h; e]."""
+    weights = _initialised(family, init="uniform", auxiliary=AuxiliaryConfig(loop_heads=1))
+    for name, weight in weights.items():
+        if name in ("embedding.weight", "position_embedding.weight"):
+            assert float(weight.std()) == pytest.approx(1.0, rel=0.05), name
+            assert float(weight.abs().max()) > 2.5, name
+        elif weight.ndim == 2:
+            fan_in = 2 * WIDTH if name.startswith("injection.") else weight.shape[1]
+            _assert_uniform(weight, 1 / math.sqrt(fan_in), name)
+        else:
+            assert (weight == 1).all(), name
+    assert ("head.weight" in weights) == (family in ("flt", "lt_input"))
+    like_torch = torch.nn.Linear(WIDTH, 256, bias=False).weight
+    _assert_uniform(like_torch.detach(), 1 / math.sqrt(WIDTH), "torch")
+
+
+def test_uniform_init_leaves_the_tables_another_std() -> None:
+    weights = _initialised("blindspot", init="uniform", embedding_std=0.02)
+    for name in ("embedding.weight", "position_embedding.weight"):
+        assert float(weights[name].std()) == pytest.approx(0.02, rel=0.05)
 
 
 def test_weights_depend_on_seed_and_name_alone() -> None:
