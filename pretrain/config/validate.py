@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from pretrain.config.bounds import require
 from pretrain.config.families import FAMILIES
-from pretrain.config.model import ModelConfig, RecurrenceConfig, require
+from pretrain.config.model import ModelConfig, RecurrenceConfig
 from pretrain.config.schema import Config, TrainConfig
 
 
@@ -46,8 +47,6 @@ def _check_length(cfg: Config) -> None:
             f"at most {total - decay}: the last {decay} of {total} steps decay (schedule.decay_fraction="
             f"{schedule.decay_fraction})",
         )  # fmt: skip
-    require(all(step >= 1 for step in train.skip_steps), "train.skip_steps", train.skip_steps, "steps from 1 on")
-    require(0 <= train.seed < 2**64, "train.seed", train.seed, "an integer in [0, 2^64)")
     require(
         cfg.run.resume == "step" or cfg.run.resume_step is None, "run.resume_step", cfg.run.resume_step,
         f"null, since run.resume={cfg.run.resume}; run.resume=step resumes from exactly that step",
@@ -351,4 +350,5 @@ def _nearest_divisors(value: int, near: int) -> str:
 
 
 def _divisors(value: int) -> list[int]:
-    return [d for d in range(1, value + 1) if value % d == 0]
+    small = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
+    return sorted({*small, *(value // d for d in small)})

@@ -44,7 +44,7 @@ def watched(*arguments: str) -> subprocess.CompletedProcess[str]:
     ("arguments", "expected"),
     [
         (["--config", "configs/tinny.yaml"], "configs/tinny.yaml: no such file; nearest: configs/tiny.yaml"),
-        (["--config", "configs/tiny.yaml", "optmizer.lr=3"], "command line: optmizer='3': unknown key"),
+        (["--config", "configs/tiny.yaml", "optmizer.lr=3"], "command line: optmizer.lr='3': unknown key; nearest: optimizer.lr"),
         (
             ["--config", "configs/tiny.yaml", "--optimizer.lr=abc"],
             "command line: optimizer.lr='abc': expected a number",

@@ -31,8 +31,6 @@ REFUSALS: list[tuple[str, int | None, tuple[str, ...]]] = [
     ("train.max_tokens=65536 train.stop_step=2", None, ("train.stop_step=2", "at most 1 (train.max_tokens / 65536)")),
     ("schedule.warmup_steps=101", None, ("schedule.warmup_steps=101", "at most 100")),
     ("schedule.warmup_steps=51", None, ("schedule.warmup_steps=51", "at most 50", "decay_fraction=0.5")),
-    ("train.skip_steps=[0]", None, ("train.skip_steps=[0]", "from 1 on")),
-    ("train.seed=-1", None, ("train.seed=-1", "[0, 2^64)")),
     ("run.resume_step=5", None, ("run.resume_step=5", "run.resume=step")),
     # data
     ("data.path=null", None, ("data.path=None", "build_shards.py", "data.sources")),
