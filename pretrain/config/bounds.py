@@ -15,6 +15,9 @@ from pretrain.errors import ConfigError
 TINY = 1e-30
 """Stands for 0 as an excluded bound: smaller numbers are lost in fp32, which ends at 1e-38."""
 
+_LONGEST_PATH = 3_000
+"""Linux ends at 4,095, with what a run adds below its folder."""
+
 
 def require(condition: bool, field_name: str, value: object, expected: str) -> None:
     """Raises ConfigError naming the field, its value and what was expected, unless `condition` holds."""
@@ -52,6 +55,8 @@ class PathText:
         """The name without `~`. Errors: ValueError saying what was expected."""
         if not text.strip():
             raise ValueError("the name of a folder, not an empty one")
+        if len(os.fsencode(text)) > _LONGEST_PATH or max(len(os.fsencode(name)) for name in text.split("/")) > 255:
+            raise ValueError(f"a name of at most {_LONGEST_PATH} bytes, 255 between two slashes")
         expanded = os.path.expanduser(text)
         if expanded.startswith("~"):
             user = text.split("/")[0]

@@ -1,7 +1,7 @@
 """Checks of raw configuration values against the section dataclasses: known keys and types, with messages that help.
 
-A value arrives as YAML gave it. It leaves as the type of its field and within its bounds, or as a ConfigError of the form
-`key=value: expected ...`; pretrain/config/load.py puts the file or "command line" in front.
+A value arrives as YAML gave it. It leaves as the type of its field and within its bounds, or as a ConfigError of the
+form `key=value: expected ...`; pretrain/config/load.py puts the file or "command line" in front.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union
@@ -132,9 +132,13 @@ def nearest(name: str, names: list[str]) -> str | None:
     return plain[found[0]] if found else None
 
 
-@cache
 def fields_of(section: Any) -> dict[str, Any]:
     """Returns the type of each field of a section, in order, with its bounds."""
+    return _type_hints(section)
+
+
+@cache
+def _type_hints(section: Hashable) -> dict[str, Any]:
     return typing.get_type_hints(section, include_extras=True)
 
 
@@ -215,7 +219,9 @@ def _check(value: Any, hint: Any, key: str, raw: bool) -> Any:
         items = typing.get_args(core)
         if kind is tuple and len(value) != len(items):
             raise _misfit(value, hint, key)
-        return [_check(item, items[i] if kind is tuple else items[0], f"{key}[{i}]", raw) for i, item in enumerate(value)]
+        hints = items if kind is tuple else items[:1] * len(value)
+        pairs = zip(value, hints, strict=True)
+        return [_check(item, item_hint, f"{key}[{i}]", raw) for i, (item, item_hint) in enumerate(pairs)]
     if kind is Literal and isinstance(value, str) and value in typing.get_args(core):
         return value
     if core in _TYPE_NAMES and (converted := _as_scalar(value, core)) is not None:

@@ -1,7 +1,7 @@
 """From a YAML file and command-line overrides to a checked `Config`, and back to a file that loads equal.
 
 Order, the later wins: dataclass defaults < the family's preset < the files that `base:` names < the file < overrides.
-Everything is checked twice: as it was written, so that a message can name the file, and once interpolations are resolved.
+Everything is checked twice: as it was written, so that a message can name the file, and with interpolations resolved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pretrain.config.check import (
     INTERPOLATION,
-    MISSING,
     check_tree,
     check_value,
     fields_of,
@@ -216,7 +215,7 @@ def _empty_alternatives(tree: dict[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def _build(tree: dict[str, Any], origins: Mapping[str, str], path: str) -> Config:
-    """Resolves interpolations, checks what came out, and builds the sections; a refusal says where the value is from."""
+    """Resolves interpolations, checks what came out, builds the sections; a refusal says where the value is from."""
     try:
         return cast(Config, _construct(Config, check_tree(_resolve(tree))))
     except ConfigError as error:

@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pretrain.config.bounds import Channels, Count, CountOrZero, Loops, Positive, Range, ShareBelowOne, Tokens, Weight, require
+from pretrain.config.bounds import (
+    Channels,
+    Count,
+    CountOrZero,
+    Loops,
+    Positive,
+    Range,
+    ShareBelowOne,
+    Tokens,
+    Weight,
+    require,
+)
 
 LOSS_TERMS = (
     "z_loss", "norm_penalty", "scale_anchor", "state_prediction", "contrastive", "subspace_penalty", "loop_heads",

@@ -212,7 +212,9 @@ class ModelConfig:
             f"a divisor of model.num_heads={self.num_heads}",
         )  # fmt: skip
         if self.positions == "rope":
-            require(self.head_channels % 2 == 0, "model.head_dim", self.head_channels, "an even number, for RoPE")
+            origin = "" if self.head_dim else f" (model.width={self.width} / model.num_heads={self.num_heads})"
+            expected = f"an even number, for RoPE{origin}"
+            require(self.head_channels % 2 == 0, "model.head_dim", self.head_channels, expected)
         if self.core_width is not None and self.core_num_heads is None:
             require(
                 self.core_width % self.head_channels == 0, "model.core_width", self.core_width,

@@ -1,7 +1,7 @@
 """Every section of a run's configuration. One dataclass per section; each field says its unit and what null means.
 
-Stdlib only: a configuration is checked before torch is imported. `pretrain.config.check` applies the bounds in the types,
-`__post_init__` checks what fields of a section must agree on, and `pretrain.config.validate` what sections must.
+Stdlib only: a configuration is checked before torch is imported. `pretrain.config.check` applies the bounds in the
+types, `__post_init__` what fields of a section must agree on, and `pretrain.config.validate` what sections must.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         plain = self.name not in ("", ".", "..") and "/" not in self.name
         require(plain, "run.name", self.name, "a folder name without slashes")
+        require(len(self.name.encode()) <= 200, "run.name", self.name, "a folder name of at most 200 bytes")
         if self.resume == "step":
             require(self.resume_step is not None, "run.resume_step", None, "a step, since run.resume=step")
 

@@ -13,6 +13,8 @@ from pretrain.config.families import FAMILIES
 from pretrain.config.model import ModelConfig, RecurrenceConfig
 from pretrain.config.schema import Config, TrainConfig
 
+_DEEPEST = 10_000
+
 
 def validate(cfg: Config, world_size: int | None) -> None:
     """Raises ConfigError where sections contradict each other or cannot run on `world_size` processes.
@@ -32,6 +34,8 @@ def validate(cfg: Config, world_size: int | None) -> None:
     _check_rewind(cfg)
     if world_size is not None:
         _check_batch(cfg.train, cfg.parallel.tensor, cfg.parallel.pipeline, world_size)
+    else:
+        _check_possible_batch(cfg.train, cfg.parallel.pipeline)
 
 
 def _check_length(cfg: Config) -> None:
@@ -158,6 +162,14 @@ def _check_depths(cfg: Config) -> None:
         recurrence.distribution != "uniform" or float(2 * recurrence.mean_loops).is_integer(), name + "mean_loops",
         recurrence.mean_loops, "a multiple of 0.5, since distribution=uniform is on 1 .. 2 mean_loops - 1",
     )  # fmt: skip
+    if recurrence.distribution == "lognormal_poisson":
+        # Six standard deviations of the log-normal rate: the table of probabilities goes so far.
+        deepest = recurrence.mean_loops * math.exp(6 * recurrence.lognormal_sigma)
+        require(
+            deepest <= _DEEPEST or recurrence.max_loops is not None, name + "max_loops", None,
+            f"a bound, since mean_loops={recurrence.mean_loops:g} with lognormal_sigma={recurrence.lognormal_sigma:g} "
+            f"draws up to {deepest:.0f} loops; it is needed beyond {_DEEPEST}",
+        )  # fmt: skip
     require(
         recurrence.curriculum != "none" or recurrence.curriculum_steps == 0, name + "curriculum_steps",
         recurrence.curriculum_steps, "0, since curriculum=none; linear and one_minus_sqrt ramp mean_loops",
@@ -333,6 +345,17 @@ def _check_batch(train: TrainConfig, tensor: int, pipeline: int, world_size: int
         micro_batches % pipeline == 0, "train.micro_batch_size", train.micro_batch_size,
         f"one that gives a multiple of parallel.pipeline={pipeline} micro-batches; it gives {micro_batches} from "
         f"{rank_rows} rows per rank ({shares}); nearest: {mend}",
+    )  # fmt: skip
+
+
+def _check_possible_batch(train: TrainConfig, pipeline: int) -> None:
+    """What no number of processes could run: they divide the rows among each other before micro-batches are cut."""
+    rows, micro = train.global_batch_size, train.micro_batch_size
+    unit = micro * pipeline
+    require(
+        rows % unit == 0, "train.micro_batch_size", micro,
+        f"one that divides train.global_batch_size={rows} into a multiple of parallel.pipeline={pipeline} "
+        f"micro-batches; nearest: {_nearest_divisors(rows // pipeline, micro) if rows % pipeline == 0 else 'none'}",
     )  # fmt: skip
 
 

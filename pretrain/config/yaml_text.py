@@ -1,7 +1,7 @@
 """The YAML that users write: OmegaConf's reader (safe, bounded aliases, no duplicate keys), with numbers as they look.
 
-YAML 1.1 takes 0650 for 424, 10:50 for 650 and 0x10 for 16. Here a number is decimal, without leading zeros; anything else
-is text, which a field for a number refuses.
+YAML 1.1 takes 0650 for 424, 10:50 for 650 and 0x10 for 16. Here a number is decimal, without leading zeros; anything
+else is text, which a field for a number refuses.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def _loader() -> Any:
     }
     short = rf"(?!.{{{_MOST_DIGITS + 1}}})"
     for kind, pattern in (("int", INTEGER.pattern), ("float", f"{NUMBER.pattern}|{_SPECIAL}")):
-        Loader.add_implicit_resolver(f"{_TAG}{kind}", re.compile(f"{short}(?:{pattern})$", re.ASCII), list("-+.0123456789"))
+        plain = re.compile(f"{short}(?:{pattern})$", re.ASCII)
+        Loader.add_implicit_resolver(f"{_TAG}{kind}", plain, list("-+.0123456789"))
     # `!!int 010` and the like are numbers by force; they go the same way.
     Loader.add_constructor(f"{_TAG}int", lambda loader, node: _number(loader, node, INTEGER, int))
     Loader.add_constructor(f"{_TAG}float", lambda loader, node: _number(loader, node, NUMBER, float))
