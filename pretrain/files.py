@@ -11,8 +11,8 @@ from pretrain.errors import ConfigError
 
 def require_writable(folder: Path, setting: str) -> None:
     """Raises ConfigError unless `folder` can be written, or made; `setting` says where its name comes from."""
-    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"{setting}: expected a folder that can be written; {existing} cannot")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from pretrain.config.schema import Config, SourceConfig
@@ -10,6 +11,9 @@ from pretrain.errors import ConfigError
 from pretrain.evaluation.catalog import open_tasks
 from pretrain.files import require_writable
 
+RUN_FILES = ("log.txt", "metrics.jsonl", "config.yaml", "environment.json")
+RUN_FOLDERS = ("checkpoints", "wandb")
+
 
 def preflight(cfg: Config) -> None:
     """Raises ConfigError where data, tasks, initial weights or the run's folder cannot be what `cfg` says."""
@@ -17,9 +21,23 @@ def preflight(cfg: Config) -> None:
     evaluation = cfg.evaluation
     open_tasks(evaluation.tasks, evaluation.task_data, evaluation.core_bundle, evaluation.limit)
     weights = cfg.checkpoint.initial_weights
-    if weights is not None and not Path(weights).is_dir():
+    if weights is not None and not os.path.isdir(weights):
         raise ConfigError(f"checkpoint.initial_weights={weights!r}: expected the folder of a checkpoint; it is missing")
     require_writable(Path(cfg.run.dir), f"run.dir={cfg.run.dir!r}")
+    _check_run_folder(cfg)
+
+
+def _check_run_folder(cfg: Config) -> None:
+    """What the run will write must not have the name of something else."""
+    folder, setting = Path(cfg.run.dir) / cfg.run.name, f"run.name={cfg.run.name!r}"
+    require_writable(folder, setting)
+    for name in RUN_FILES:
+        path = folder / name
+        if os.path.lexists(path) and not (os.path.isfile(path) and os.access(path, os.W_OK)):
+            raise ConfigError(f"{setting}: expected {path} to be a file that can be written, or absent")
+    for name in RUN_FOLDERS:
+        if os.path.lexists(folder / name):
+            require_writable(folder / name, setting)
 
 
 def preflight_data(cfg: Config) -> None:
@@ -30,12 +48,21 @@ def preflight_data(cfg: Config) -> None:
     manifests: dict[str, Manifest] = {}
     for source in cfg.data.all_sources:
         if source.remote is None or (Path(source.path) / MANIFEST_NAME).is_file():
-            manifests[source.path] = _check_source(cfg, source)
+            try:
+                manifests[source.path] = _check_source(cfg, source)
+            except (ConfigError, OSError, UnicodeDecodeError) as error:
+                text = str(error) if str(error).startswith("model.") else f"{_key_of(cfg, source)}: {error}"
+                raise ConfigError(text) from error
     hashes = {path: manifest.tokenizer.sha256 for path, manifest in manifests.items()}
     if len(set(hashes.values())) > 1:
         found = ", ".join(f"{path} (sha256 {digest[:12]})" for path, digest in hashes.items())
         raise ConfigError(f"data.sources: expected data sets made by one tokenizer, found {found}")
     _check_rows(cfg, manifests)
+
+
+def _key_of(cfg: Config, source: SourceConfig) -> str:
+    sources = cfg.data.sources
+    return f"data.sources[{sources.index(source)}].path" if source in sources else "data.path"
 
 
 def _check_source(cfg: Config, source: SourceConfig) -> Manifest:

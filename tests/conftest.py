@@ -31,10 +31,8 @@ logging: {{every_steps: 1}}
 """
 
 
-@pytest.fixture(scope="session")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file: Parcae of width 32 on 100 rows of documents with 4 to 40 tokens. Not to be changed."""
-    folder = tmp_path_factory.mktemp("small")
+def write_small(folder: Path) -> Path:
+    """The file of a small run and its data set, in `folder`."""
     generator = np.random.default_rng(0)
     rows = generator.zipf(1.3, size=(130, CONTEXT + 1)) % (VOCAB - 1) + 1
     rows[generator.random(rows.shape) < 0.08] = BOS
@@ -42,3 +40,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "small.yaml"
     path.write_text(CONFIG.replace("DATA", str(data)))
     return path
+
+
+@pytest.fixture(scope="session")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file: Parcae of width 32 on 100 rows of documents with 4 to 40 tokens. Not to be changed."""
+    return write_small(tmp_path_factory.mktemp("small"))

@@ -8,8 +8,8 @@ one after the other, without launcher and checkpoints: for many short ones. OUT 
 each, summary.json and report.html (tools.blindspot). A run that diverges is counted as such, and the others go on. On a
 cluster the same runs are a sweep:
 
-    python -m tools.ablate configs/ablations/readout.yaml --out runs/readout --list readout_sweep.yaml
-    python launchers/slurm.py --config configs/ablations/blindspot_base.yaml --array readout_sweep.yaml ...
+    python -m tools.ablate configs/ablations/readout.yaml --out runs/readout --list runs/readout_sweep.yaml
+    python launchers/slurm.py --config configs/ablations/blindspot_base.yaml --array runs/readout_sweep.yaml ...
 
 and the first command then finds them done. The file says what varies:
 

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from pretrain.accounting import count_parameters, device_peak_flops, hardware_flops, model_flops
+from pretrain.config.bounds import require
 from pretrain.config.load import load_config
-from pretrain.config.model import require
 from pretrain.config.schema import Config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError

@@ -101,8 +101,8 @@ def model_config(data: Mapping[str, Any], where: str) -> ModelConfig:
     if core == {f"core_{name}": model[name] for name in ("width", "num_heads", "ffn_width")}:
         core = {}
     section = {**model, **derived, **core, "tie_embeddings": tied, "recurrence": loop}
-    checked = check_tree({"model": section}, where)["model"]
     try:
+        checked = check_tree({"model": section})["model"]
         cfg = ModelConfig(**checked | {"recurrence": RecurrenceConfig(**checked["recurrence"])})
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error

@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pretrain.accounting import device_peak_flops
+from pretrain.config.bounds import require
 from pretrain.config.load import load_config
-from pretrain.config.model import require
 from pretrain.errors import ConfigError, PretrainError
 from tools.report import markdown
 from tools.scaling.collect import collect, read_table, write_table

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from pretrain.config.model import require
+from pretrain.config.bounds import (
+    Channels,
+    Count,
+    CountOrZero,
+    Loops,
+    Positive,
+    Range,
+    ShareBelowOne,
+    Tokens,
+    Weight,
+    require,
+)
 
 LOSS_TERMS = (
     "z_loss", "norm_penalty", "scale_anchor", "state_prediction", "contrastive", "subspace_penalty", "loop_heads",
@@ -20,23 +31,21 @@ class WeightSchedule:
 
     term: str = "???"
     """A weight of `loss` that is not 0, such as norm_penalty."""
-    from_step: int = 0
+    from_step: CountOrZero = 0
     """The factor is `from_factor` up to here."""
-    to_step: int = 1
+    to_step: Count = 1
     """And `to_factor` from here on."""
-    from_factor: float = 0.0
+    from_factor: Weight = 0.0
     """Of the weight, at the start."""
-    to_factor: float = 1.0
+    to_factor: Weight = 1.0
     """Of the weight, at the end."""
 
     def __post_init__(self) -> None:
         require(self.term in LOSS_TERMS, "loss.schedules.term", self.term, f"one of {', '.join(LOSS_TERMS)}")
         require(
-            0 <= self.from_step < self.to_step, "loss.schedules.to_step", self.to_step,
-            f"a step after from_step={self.from_step}, which must be >= 0",
+            self.from_step < self.to_step, "loss.schedules.to_step", self.to_step,
+            f"a step after from_step={self.from_step}",
         )  # fmt: skip
-        for key in ("from_factor", "to_factor"):
-            require(getattr(self, key) >= 0, f"loss.schedules.{key}", getattr(self, key), "a number >= 0")
 
     def factor(self, step: int) -> float:
         """At step `step` (0-based: the optimizer steps done before)."""
@@ -51,49 +60,38 @@ class LossConfig:
     objective: Literal["terminal", "per_loop", "last_third", "exit_weighted"] = "terminal"
     """Cross entropy of the last loop; mean over a row's gradient loops; over the last third of them (FLT's FEW); over
     all of them with the probabilities of the exit gate (model.auxiliary.exit_gate)."""
-    norm_penalty: float = 0.0
+    norm_penalty: Weight = 0.0
     """lambda of lambda * mean_t mean(h_t^2) over a row's gradient loops (blind-spot paper: 0.01)."""
-    scale_anchor: float = 0.0
+    scale_anchor: Weight = 0.0
     """Weight of mean_t mean((rms(h_t) - scale_target)^2)."""
-    scale_target: float = 1.0
+    scale_target: Positive = 1.0
     """RMS that scale_anchor pulls the state towards."""
-    z_loss: float = 0.0
+    z_loss: Weight = 0.0
     """Weight of mean(logsumexp(logits)^2)."""
-    state_prediction: float = 0.0
+    state_prediction: Weight = 0.0
     """Weight of the relative error of h_{t+k} predicted from h_t (model.auxiliary.state_predictor)."""
-    state_prediction_loops: int = 1
+    state_prediction_loops: Loops = 1
     """k of state_prediction."""
-    contrastive: float = 0.0
+    contrastive: Weight = 0.0
     """Weight of InfoNCE between a token's states in successive loops and those of other tokens of its row."""
-    contrastive_temperature: float = 0.1
+    contrastive_temperature: Annotated[float, Range(1e-6, 1e6)] = 0.1
     """tau of contrastive."""
-    contrastive_tokens: int = 256
+    contrastive_tokens: Tokens = 256
     """Evenly spaced positions of a row that contrastive compares; all of them in a shorter row."""
-    subspace_penalty: float = 0.0
+    subspace_penalty: Weight = 0.0
     """Weight of mean_t mean(||U^T h_t||^2 / d), U the directions that the readout reads least."""
-    subspace_rank: int = 8
+    subspace_rank: Channels = 8
     """Number of directions of subspace_penalty."""
-    loop_heads: float = 0.0
+    loop_heads: Weight = 0.0
     """Weight of the cross entropy of earlier loops by heads of their own (model.auxiliary.loop_heads)."""
-    exit_entropy: float = 0.0
+    exit_entropy: Weight = 0.0
     """beta: the entropy of the exit probabilities is rewarded with it (objective=exit_weighted; the paper's is 0.1)."""
     schedules: list[WeightSchedule] = field(default_factory=list)
     """Weights that change with the step; the others keep theirs."""
-    label_smoothing: float = 0.0
+    label_smoothing: ShareBelowOne = 0.0
     """Share of the target probability that is spread over the vocabulary."""
-    chunk_tokens: int = 2_048
+    chunk_tokens: Tokens = 2_048
     """Tokens whose logits exist at a time."""
-
-    def __post_init__(self) -> None:
-        for key in LOSS_TERMS:
-            require(getattr(self, key) >= 0, f"loss.{key}", getattr(self, key), "a number >= 0")
-        for key in ("state_prediction_loops", "contrastive_tokens", "subspace_rank"):
-            require(getattr(self, key) >= 1, f"loss.{key}", getattr(self, key), "an integer >= 1")
-        temperature = self.contrastive_temperature
-        require(temperature > 0, "loss.contrastive_temperature", temperature, "> 0")
-        require(0 <= self.label_smoothing < 1, "loss.label_smoothing", self.label_smoothing, "a number in [0, 1)")
-        require(self.scale_target > 0, "loss.scale_target", self.scale_target, "> 0")
-        require(self.chunk_tokens >= 1, "loss.chunk_tokens", self.chunk_tokens, "an integer >= 1")
 
     def weights_at(self, step: int) -> dict[str, float]:
         """Weight of every term that is switched on, at step `step` (0-based); 0 where a schedule says so."""

@@ -14,20 +14,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from pretrain.errors import ConfigError
+from pretrain.config.bounds import (
+    TINY,
+    Channels,
+    CountOrZero,
+    Epsilon,
+    Layers,
+    Loops,
+    Positive,
+    Range,
+    Seed,
+    ShareBelowOne,
+    Tokens,
+    require,
+)
 
 Family = Literal[
     "gpt", "lt", "lt_input", "lt_attention", "flt", "flt_res",
     "rdm", "add", "parcae", "parcae_flt", "blindspot",
 ]  # fmt: skip
-
-
-def require(condition: bool, field_name: str, value: object, expected: str) -> None:
-    """Raises ConfigError naming the field, its value and what was expected, unless `condition` holds."""
-    if not condition:
-        raise ConfigError(f"{field_name}={value!r}: expected {expected}")
 
 
 @dataclass(kw_only=True)
@@ -49,43 +56,38 @@ class RecurrenceConfig:
     state_init: Literal["like_init", "input", "zero", "normal", "embed", "unit"] = "like_init"
     """h_0. like_init: truncated normal with the embedding's std, cut at 3 std; input: e; normal: N(0, 1);
     embed: N(0, 1) / sqrt(d); unit: N(0, 1) standardised over the width."""
-    state_seed: int = 0
+    state_seed: Seed = 0
     """Seed of h_0 in evaluation, where it depends on (state_seed, position, channel) alone."""
     output_projection: bool = True
     """The matrix C between the last state and the coda. Needed where the core's width differs."""
     readout: Literal["norm", "raw", "final_norm"] = "norm"
     """Readout of loop t. norm: head(Norm(y)); raw: head(y); final_norm: raw before the last loop, norm at it."""
-    mean_loops: float = 8.0
+    mean_loops: Annotated[float, Range(1, 1_000)] = 8.0
     """mu, the mean of the loop count in training and its default in evaluation (rounded)."""
-    backprop_loops: int | None = None
+    backprop_loops: Loops | None = None
     """mu_b, the most loops that get a gradient. null: ceil(mu / 2)."""
     distribution: Literal["poisson", "lognormal_poisson", "uniform", "fixed"] = "poisson"
     """Of the loop count: max(1, Poisson(mu)); Huginn's log-normal Poisson plus 1; uniform on [1, 2 mu - 1]; mu."""
-    lognormal_sigma: float = 0.5
+    lognormal_sigma: Annotated[float, Range(TINY, 2)] = 0.5
     """Sigma of the log of the rate (lognormal_poisson only)."""
     granularity: Literal["sequence", "batch", "token"] = "sequence"
     """What shares one loop count. token: every token has its own, and a row runs to its deepest one; in the loops
     without gradient and again in those with one, a token has its updates first and then keeps its state, which still
     serves as key and value."""
-    max_loops: int | None = None
+    max_loops: Loops | None = None
     """Draws above are clipped to it. null: no bound."""
     curriculum: Literal["none", "linear", "one_minus_sqrt"] = "none"
     """Ramp of mu from 1 to `mean_loops`."""
-    curriculum_steps: int = 0
+    curriculum_steps: CountOrZero = 0
     """Length of the ramp in steps (curriculum other than none)."""
 
     def __post_init__(self) -> None:
         name = "model.recurrence."
-        require(self.mean_loops >= 1, name + "mean_loops", self.mean_loops, "a number >= 1")
-        for key in ("backprop_loops", "max_loops"):
-            value = getattr(self, key)
-            require(value is None or value >= 1, name + key, value, "an integer >= 1, or null")
         if self.distribution == "fixed":
             require(
                 float(self.mean_loops).is_integer(), name + "mean_loops", self.mean_loops,
                 "a whole number, since distribution=fixed runs exactly that many loops",
             )  # fmt: skip
-        require(self.lognormal_sigma > 0, name + "lognormal_sigma", self.lognormal_sigma, "> 0")
         if self.curriculum != "none":
             require(
                 self.curriculum_steps >= 1, name + "curriculum_steps", self.curriculum_steps,
@@ -109,13 +111,10 @@ class AuxiliaryConfig:
 
     state_predictor: bool = False
     """The matrix of loss.state_prediction."""
-    loop_heads: int = 0
+    loop_heads: Annotated[int, Range(0, 64)] = 0
     """Norms and vocabulary matrices of loss.loop_heads: head i reads the state i loops before the last."""
     exit_gate: bool = False
     """The gate of loss.objective=exit_weighted."""
-
-    def __post_init__(self) -> None:
-        require(self.loop_heads >= 0, "model.auxiliary.loop_heads", self.loop_heads, "an integer >= 0")
 
     @property
     def has_parameters(self) -> bool:
@@ -129,48 +128,48 @@ class ModelConfig:
 
     family: Family = "parcae"
     """What carries the state from loop to loop, by its published name."""
-    vocab_size: int = 32_768
+    vocab_size: Tokens = 32_768
     """Ids the tokenizer can produce; rows of the table are padded to a multiple of `vocab_multiple`."""
-    vocab_multiple: int = 64
+    vocab_multiple: Tokens = 64
     """Rows of the embedding table come in multiples of it."""
-    context_length: int = 2_048
+    context_length: Tokens = 2_048
     """Tokens of a training sequence (and of the table of learned positions)."""
-    width: int = 768
+    width: Channels = 768
     """d, channels of the residual stream."""
-    num_heads: int = 6
+    num_heads: Channels = 6
     """Query heads."""
-    num_kv_heads: int | None = None
+    num_kv_heads: Channels | None = None
     """Key/value heads (GQA). null: num_heads."""
-    head_dim: int | None = None
+    head_dim: Channels | None = None
     """Channels of a head, the same in the core. null: width / num_heads."""
-    ffn_width: int = 3_072
+    ffn_width: Channels = 3_072
     """Hidden channels of an MLP."""
-    prelude_layers: int = 2
+    prelude_layers: Layers = 2
     """P, layers before the loops."""
-    core_layers: int = 2
+    core_layers: Annotated[int, Range(1, 512)] = 2
     """R, layers of one loop."""
-    coda_layers: int = 2
+    coda_layers: Layers = 2
     """C, layers after the loops."""
-    core_width: int | None = None
+    core_width: Channels | None = None
     """d_h. null: width."""
-    core_num_heads: int | None = None
+    core_num_heads: Channels | None = None
     """null: num_heads, or core_width / head_dim where the widths differ."""
-    core_ffn_width: int | None = None
+    core_ffn_width: Channels | None = None
     """null: ffn_width."""
 
     block: Literal["pre", "sandwich"] = "pre"
     """Norm placement. pre: x += f(Norm(x)). sandwich: x = Norm(x + f(Norm(x))) (Huginn)."""
-    norm_eps: float = 1e-5
+    norm_eps: Epsilon = 1e-5
     """Added to the mean square in RMSNorm."""
     norm_weight: bool = True
     """Learned scale of RMSNorm."""
     mlp: Literal["relu2", "swiglu"] = "relu2"
     """relu2: W2 (relu2_scale * relu(W1 x)^2); swiglu: W2 (silu(Wg x) * W1 x)."""
-    relu2_scale: float = 0.5
+    relu2_scale: Positive = 0.5
     """Factor of relu(x)^2: 0.5 in Parcae's code and checkpoints, 1 in FLT's."""
     positions: Literal["rope", "learned"] = "rope"
     """Rotary in every attention, or a learned table added to the embedding."""
-    rope_base: float = 50_000.0
+    rope_base: Annotated[float, Range(TINY, 1e12)] = 50_000.0
     """theta of RoPE."""
     rope_layout: Literal["interleaved", "half"] = "interleaved"
     """Channel pairs: (2j, 2j+1), or (j, j + head_dim/2)."""
@@ -180,15 +179,15 @@ class ModelConfig:
     """bf16 rounds cos and sin, as FLT's checkpoints were trained; for imports only."""
     qk_norm: bool = True
     """Parameter-free RMS norm of queries and keys, after RoPE."""
-    qk_norm_eps: float | None = None
+    qk_norm_eps: Epsilon | None = None
     """null: the machine epsilon of fp32, 2^-23."""
     qk_bias: bool = False
     """Learned biases of queries and keys, before RoPE (Huginn)."""
     value_embeddings: bool = True
     """Gated value embeddings in every second layer of prelude, core, coda, the last one included (Parcae)."""
-    value_gate_channels: int = 32
+    value_gate_channels: Channels = 32
     """Channels of the normed layer input that the gate reads."""
-    sliding_window: int | None = None
+    sliding_window: Tokens | None = None
     """Keys a query sees, itself included, in the layers marked S. null: all earlier ones."""
     window_pattern: str = "S"
     """S (sliding) and L (full), tiled over prelude, core, coda; the last layer is always full."""
@@ -196,33 +195,24 @@ class ModelConfig:
     """The head is the embedding table."""
     scale_embeddings: bool = False
     """Multiply embeddings by sqrt(width) (Huginn)."""
-    logit_softcap: float | None = None
+    logit_softcap: Positive | None = None
     """s in s * tanh(logits / s). null: none."""
     norm_before_coda: bool = False
     """Apply the final norm also before the coda (Huginn)."""
-    dropout: float = 0.0
+    dropout: ShareBelowOne = 0.0
     """In training, of the embedding, the attention weights and every MLP's output: where the code of the blind-spot
     paper has it, whose authors alone train with it. Attention then materialises its weights, [rows, heads, S, S]."""
     init: Literal["scaled_zero", "scaled", "normal", "uniform"] = "scaled_zero"
     """scaled_zero: truncated-orthogonal matrices, zero output projections (Parcae); scaled: truncated normal
     with std sqrt(2 / (5 d)) (RDM); normal: N(0, 0.02), output projections divided by sqrt(2 layers);
     uniform: torch's defaults, U(+-1 / sqrt(fan_in)) for every matrix (the blind-spot paper's)."""
-    embedding_std: float | None = None
+    embedding_std: Positive | None = None
     """Of the tables of tokens and positions and, unless init is uniform, of an untied head. null: by `init`:
     sqrt(2 / (5 d)), 0.02 (normal) or 1 (uniform)."""
     recurrence: RecurrenceConfig = field(default_factory=RecurrenceConfig)
     auxiliary: AuxiliaryConfig = field(default_factory=AuxiliaryConfig)
 
     def __post_init__(self) -> None:
-        for key in (
-            "vocab_size", "vocab_multiple", "context_length", "width", "num_heads", "num_kv_heads", "head_dim",
-            "ffn_width", "core_layers", "core_width", "core_num_heads", "core_ffn_width", "value_gate_channels",
-            "sliding_window",
-        ):  # fmt: skip
-            value = getattr(self, key)
-            require(value is None or value >= 1, f"model.{key}", value, "an integer >= 1")
-        for key in ("prelude_layers", "coda_layers"):
-            require(getattr(self, key) >= 0, f"model.{key}", getattr(self, key), "an integer >= 0")
         self._check_heads()
         self._check_settings()
 
@@ -237,7 +227,9 @@ class ModelConfig:
             f"a divisor of model.num_heads={self.num_heads}",
         )  # fmt: skip
         if self.positions == "rope":
-            require(self.head_channels % 2 == 0, "model.head_dim", self.head_channels, "an even number, for RoPE")
+            origin = "" if self.head_dim else f" (model.width={self.width} / model.num_heads={self.num_heads})"
+            expected = f"an even number, for RoPE{origin}"
+            require(self.head_channels % 2 == 0, "model.head_dim", self.head_channels, expected)
         if self.core_width is not None and self.core_num_heads is None:
             require(
                 self.core_width % self.head_channels == 0, "model.core_width", self.core_width,
@@ -250,10 +242,6 @@ class ModelConfig:
 
     def _check_settings(self) -> None:
         recurrence = self.recurrence
-        require(0 <= self.dropout < 1, "model.dropout", self.dropout, "a number in [0, 1)")
-        for key in ("norm_eps", "relu2_scale", "rope_base", "qk_norm_eps", "logit_softcap", "embedding_std"):
-            value = getattr(self, key)
-            require(value is None or value > 0, f"model.{key}", value, "> 0")
         require(
             set(self.window_pattern) <= {"S", "L"} and self.window_pattern != "", "model.window_pattern",
             self.window_pattern, "a word of the letters S and L",

@@ -1,16 +1,32 @@
 """Every section of a run's configuration. One dataclass per section; each field says its unit and what null means.
 
-Stdlib only: a configuration is checked before torch is imported. `__post_init__` checks a section by itself,
-`pretrain.config.validate` what sections must agree on.
+Stdlib only: a configuration is checked before torch is imported. `pretrain.config.check` applies the bounds in the
+types, `__post_init__` what fields of a section must agree on, and `pretrain.config.validate` what sections must.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from pretrain.config.bounds import (
+    TINY,
+    Count,
+    CountOrZero,
+    FolderName,
+    LearningRate,
+    Loops,
+    Positive,
+    Range,
+    Seconds,
+    Seed,
+    Share,
+    ShareBelowOne,
+    Tokens,
+    require,
+)
 from pretrain.config.loss import LossConfig
-from pretrain.config.model import ModelConfig, require
+from pretrain.config.model import ModelConfig
 
 
 @dataclass(kw_only=True)
@@ -19,12 +35,12 @@ class RunConfig:
 
     name: str = "run"
     """Folder of the run below `dir`."""
-    dir: str = "runs"
+    dir: FolderName = "runs"
     """Folder of the runs. Put it where there is room for checkpoints."""
     resume: Literal["auto", "never", "step"] = "auto"
     """auto: from the newest complete checkpoint of the run's folder, else from step 0; never: refuse a folder that
     holds checkpoints; step: exactly `resume_step`."""
-    resume_step: int | None = None
+    resume_step: CountOrZero | None = None
     """The step to resume from, with resume=step. null: by `resume`."""
     override: bool = False
     """On resume, let optimizer, schedule and loss settings differ from the saved run's (old and new are logged)."""
@@ -35,60 +51,51 @@ class RunConfig:
         for key in ("name", "dir"):
             text = getattr(self, key)
             require(text.isprintable(), f"run.{key}", text, "text without line breaks and control characters")
+        require(len(self.name.encode()) <= 200, "run.name", self.name, "a folder name of at most 200 bytes")
         if self.resume == "step":
             require(self.resume_step is not None, "run.resume_step", None, "a step, since run.resume=step")
-        require(self.resume_step is None or self.resume_step >= 0, "run.resume_step", self.resume_step, "a step >= 0")
 
 
 @dataclass(kw_only=True)
 class SourceConfig:
     """One data set of a mixture, written by data_prep/build_shards.py."""
 
-    path: str = "???"
+    path: FolderName = "???"
     """Local folder (manifest.json, tokenizer/, train/, validation/), or the cache folder of `remote`."""
     remote: str | None = None
     """s3://, gs://, ... where the shards come from. null: they are in `path`."""
-    weight: float = 1.0
+    weight: Positive = 1.0
     """Share of the rows, relative to the other sources'."""
-
-    def __post_init__(self) -> None:
-        require(self.weight > 0, "data.sources.weight", self.weight, "> 0")
 
 
 @dataclass(kw_only=True)
 class DataConfig:
     """Tokens in: fixed-length rows from MDS shards."""
 
-    path: str | None = None
+    path: FolderName | None = None
     """Folder of the only source. null: `sources` lists them."""
     sources: list[SourceConfig] = field(default_factory=list)
     """Data sets of a mixture, instead of `path`."""
     shuffle: bool = True
     """Shuffle the rows of each epoch anew. false: in the order they were written."""
-    shuffle_seed: int | None = None
+    shuffle_seed: Seed | None = None
     """null: train.seed."""
-    shuffle_block_rows: int = 262_144
+    shuffle_block_rows: Count = 262_144
     """Rows among which the shuffle mixes shards (streaming's shuffle_block_size)."""
-    canonical_nodes: int = 1
+    canonical_nodes: Annotated[int, Range(1, 65_536)] = 1
     """Fixes the order for any number of nodes; a multiple or divisor of the node count keeps downloads node-local."""
-    num_workers: int = 2
+    num_workers: Annotated[int, Range(0, 256)] = 2
     """Loader processes per rank. 0: read in the training process."""
-    prefetch_factor: int = 2
+    prefetch_factor: Annotated[int, Range(1, 1_024)] = 2
     """Batches that each worker holds ready."""
-    cache_limit_bytes: int | None = None
+    cache_limit_bytes: Annotated[int, Range(1, 2**60)] | None = None
     """Bound of the local cache of remote shards. null: none."""
-    predownload_rows: int | None = None
+    predownload_rows: Count | None = None
     """Rows each worker downloads ahead. null: 8 of its batches."""
     mask_document_boundaries: bool = False
     """Attention stays within a document, and positions count from its start."""
 
     def __post_init__(self) -> None:
-        require(self.num_workers >= 0, "data.num_workers", self.num_workers, "an integer >= 0")
-        for key in (
-            "canonical_nodes", "shuffle_block_rows", "prefetch_factor", "cache_limit_bytes", "predownload_rows",
-        ):  # fmt: skip
-            value = getattr(self, key)
-            require(value is None or value >= 1, f"data.{key}", value, "an integer >= 1")
         if self.path is not None:
             require(not self.sources, "data.path", self.path, "null where data.sources is given: use one of the two")
 
@@ -104,42 +111,28 @@ class OptimizerConfig:
 
     name: Literal["adamw", "muon"] = "adamw"
     """adamw; muon: Muon for the matrices of attention and MLP, AdamW for everything else."""
-    lr: float = 8e-3
+    lr: LearningRate = 8e-3
     """Peak learning rate of AdamW's parameters."""
-    betas: tuple[float, float] = (0.8, 0.95)
+    betas: tuple[ShareBelowOne, ShareBelowOne] = (0.8, 0.95)
     """AdamW's."""
-    eps: float = 1e-10
+    eps: Annotated[float, Range(TINY, 1e30)] = 1e-10
     """AdamW's."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Range(0, 1_000)] = 0.0
     """AdamW's, on matrices outside embeddings, injection and C."""
-    clip_norm: float | None = 1.0
+    clip_norm: Annotated[float, Range(TINY, 1e12)] | None = 1.0
     """Bound of the gradient norm; with Muon it acts on AdamW's parameters only. null: no clipping."""
-    muon_lr: float = 8e-3
+    muon_lr: LearningRate = 8e-3
     """Peak learning rate of Muon's matrices."""
-    muon_momentum: float = 0.95
+    muon_momentum: ShareBelowOne = 0.95
     """Muon's momentum after its warm-up."""
-    muon_momentum_start: float = 0.85
+    muon_momentum_start: ShareBelowOne = 0.85
     """Muon's momentum at step 0."""
-    muon_momentum_warmup_steps: int = 300
+    muon_momentum_warmup_steps: CountOrZero = 300
     """Steps from muon_momentum_start to muon_momentum. 0: none."""
-    muon_steps: int = 5
+    muon_steps: Annotated[int, Range(1, 100)] = 5
     """Polar-express iterations."""
-    muon_weight_decay: float = 0.2
+    muon_weight_decay: Annotated[float, Range(0, 1_000)] = 0.2
     """Decayed linearly to 0 over the run; applied where update and weight agree in sign."""
-
-    def __post_init__(self) -> None:
-        for key in ("lr", "muon_lr", "eps"):
-            require(getattr(self, key) > 0, f"optimizer.{key}", getattr(self, key), "> 0")
-        for key in ("weight_decay", "muon_weight_decay", "muon_momentum_warmup_steps"):
-            require(getattr(self, key) >= 0, f"optimizer.{key}", getattr(self, key), ">= 0")
-        for key in ("muon_momentum", "muon_momentum_start"):
-            require(0 <= getattr(self, key) < 1, f"optimizer.{key}", getattr(self, key), "a number in [0, 1)")
-        require(self.muon_steps >= 1, "optimizer.muon_steps", self.muon_steps, "an integer >= 1")
-        for beta in self.betas:
-            require(0 <= beta < 1, "optimizer.betas", self.betas, "two numbers in [0, 1)")
-        require(
-            self.clip_norm is None or self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "> 0, or null"
-        )
 
 
 @dataclass(kw_only=True)
@@ -148,36 +141,31 @@ class ScheduleConfig:
 
     name: Literal["constant", "trapezoid", "cosine"] = "trapezoid"
     """constant; trapezoid: flat, then linear over the last `decay_fraction` (WSD); cosine."""
-    warmup_steps: int = 0
+    warmup_steps: CountOrZero = 0
     """Steps from 0 to the peak, linear."""
-    decay_fraction: float = 0.5
+    decay_fraction: Share = 0.5
     """Share of the steps in which trapezoid decays."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Share = 0.0
     """Final over peak learning rate."""
-
-    def __post_init__(self) -> None:
-        require(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "an integer >= 0")
-        require(0 <= self.decay_fraction <= 1, "schedule.decay_fraction", self.decay_fraction, "in [0, 1]")
-        require(0 <= self.min_lr_ratio <= 1, "schedule.min_lr_ratio", self.min_lr_ratio, "in [0, 1]")
 
 
 @dataclass(kw_only=True)
 class TrainConfig:
     """Length, batch and numerics of training."""
 
-    max_steps: int | None = None
+    max_steps: Count | None = None
     """End of the schedule in steps. null: from max_tokens."""
-    max_tokens: int | None = None
+    max_tokens: Annotated[int, Range(1, 10**18)] | None = None
     """End of the schedule in tokens, rounded up to whole steps. null: from max_steps."""
-    stop_step: int | None = None
+    stop_step: Count | None = None
     """End the process after this step without moving the schedule. null: at the schedule's end."""
-    global_batch_size: int = 256
+    global_batch_size: Annotated[int, Range(1, 2**24)] = 256
     """Rows per optimizer step over all ranks."""
-    micro_batch_size: int = 8
+    micro_batch_size: Annotated[int, Range(1, 2**24)] = 8
     """Rows per forward and backward of one rank."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Compute type of the matrix products. Parameters, gradients and optimizer state are fp32 in both."""
-    seed: int = 0
+    seed: Seed = 0
     """Of weights, depths, initial states and (unless data.shuffle_seed is set) row order."""
     deterministic: bool = False
     """Refuse kernels whose result varies from run to run (slower on CUDA)."""
@@ -187,19 +175,16 @@ class TrainConfig:
     """What is recomputed in backward (gradient loops): nothing; each loop; each layer; groups of
     `checkpoint_every_loops` loops. Only non-reentrant checkpointing is exact with looped weights; `reentrant` is
     known here so that the message can say so."""
-    checkpoint_every_loops: int = 2
+    checkpoint_every_loops: Loops = 2
     """Loops per group of activation_checkpointing=every_k_loops."""
-    skip_steps: list[int] = field(default_factory=list)
+    skip_steps: list[Count] = field(default_factory=list)
     """Steps whose batch is read and not trained on."""
-    max_hours: float | None = None
+    max_hours: Annotated[float, Range(TINY, 87_600)] | None = None
     """Wall-clock budget after which the run saves and stops. null: none."""
-    max_skipped_in_a_row: int = 5
+    max_skipped_in_a_row: Count = 5
     """Steps in a row without an update (loss or gradient not finite, or a spike: guards.on_spike) that end the run."""
 
     def __post_init__(self) -> None:
-        for key in ("max_steps", "max_tokens", "stop_step", "global_batch_size", "micro_batch_size"):
-            value = getattr(self, key)
-            require(value is None or value >= 1, f"train.{key}", value, "an integer >= 1")
         given = (self.max_steps is not None) + (self.max_tokens is not None)
         require(
             given == 1, "train.max_steps", self.max_steps,
@@ -210,9 +195,6 @@ class TrainConfig:
             "none, loop, layer or every_k_loops (all non-reentrant): reentrant checkpointing of a block that is used "
             "several times gives wrong weights under ZeRO",
         )  # fmt: skip
-        for key in ("checkpoint_every_loops", "max_skipped_in_a_row"):
-            require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "an integer >= 1")
-        require(self.max_hours is None or self.max_hours > 0, "train.max_hours", self.max_hours, "> 0, or null")
 
 
 @dataclass(kw_only=True)
@@ -222,48 +204,36 @@ class GuardsConfig:
     on_spike: Literal["none", "skip", "rewind"] = "none"
     """What a spike of the loss leads to. skip: the step leaves the weights alone; rewind: weights and optimizer go back
     to an earlier checkpoint, and the batches since then are left out."""
-    spike_window_steps: int = 128
+    spike_window_steps: Annotated[int, Range(2, 10**6)] = 128
     """Losses of updates before it that a loss is compared with; not before there are so many."""
-    spike_sigma: float = 6.0
+    spike_sigma: Positive = 6.0
     """A spike is this many standard deviations of the window above its mean."""
-    rewind_steps: int = 100
+    rewind_steps: Count = 100
     """A rewind goes back at least so many steps, to the newest checkpoint at a multiple of checkpoint.every_steps."""
-    max_rewinds: int = 10
+    max_rewinds: CountOrZero = 10
     """Of a run; the next one ends it."""
-    step_sec: float | None = 600.0
+    step_sec: Seconds | None = 600.0
     """A step that takes longer hangs: every rank shows its threads and ends. null: no limit."""
-    first_step_sec: float | None = 1_800.0
+    first_step_sec: Seconds | None = 1_800.0
     """The same for what else all ranks do: start, first step, validation, checkpoint, end. null: no limit."""
-
-    def __post_init__(self) -> None:
-        for key, least in (("spike_window_steps", 2), ("rewind_steps", 1), ("max_rewinds", 0)):
-            require(getattr(self, key) >= least, f"guards.{key}", getattr(self, key), f"an integer >= {least}")
-        require(self.spike_sigma > 0, "guards.spike_sigma", self.spike_sigma, "> 0")
-        for key in ("step_sec", "first_step_sec"):
-            value = getattr(self, key)
-            require(value is None or value > 0, f"guards.{key}", value, "> 0, or null")
 
 
 @dataclass(kw_only=True)
 class ParallelConfig:
     """World size = tensor x pipeline x data; the data size follows from the number of processes."""
 
-    tensor: int = 1
+    tensor: Annotated[int, Range(1, 65_536)] = 1
     """Ranks that share each matrix."""
-    pipeline: int = 1
+    pipeline: Annotated[int, Range(1, 512)] = 1
     """Ranks that share the core's layers; every loop passes all of them."""
     sequence_parallel: bool = False
     """Shard the sequence between the matrix products of tensor-parallel layers."""
-    rendezvous_sec: float = 300.0
+    rendezvous_sec: Seconds = 300.0
     """How long processes wait for each other at the start."""
-    timeout_sec: float = 900.0
+    timeout_sec: Seconds = 900.0
     """Bound of a collective; above guards.step_sec, whose message shows where every rank stands."""
 
     def __post_init__(self) -> None:
-        for key in ("tensor", "pipeline"):
-            require(getattr(self, key) >= 1, f"parallel.{key}", getattr(self, key), "an integer >= 1")
-        for key in ("rendezvous_sec", "timeout_sec"):
-            require(getattr(self, key) > 0, f"parallel.{key}", getattr(self, key), "> 0")
         require(
             self.tensor > 1 or not self.sequence_parallel, "parallel.sequence_parallel", True,
             f"false, or parallel.tensor > 1 (it is {self.tensor})",
@@ -274,36 +244,24 @@ class ParallelConfig:
 class ZeroConfig:
     """DeepSpeed ZeRO over the data-parallel group."""
 
-    stage: int = 1
+    stage: Annotated[int, Range(0, 3)] = 1
     """1: optimizer state is sharded; 2: gradients too; 3: parameters too. 0 is run as 1, with a warning."""
     overlap_comm: bool = False
     """Reduce gradients during backward (stages 2 and 3, CUDA)."""
-    bucket_elements: int = 200_000_000
+    bucket_elements: Annotated[int, Range(1, 2**31, below=True)] = 200_000_000
     """Gradient elements per reduction."""
-
-    def __post_init__(self) -> None:
-        require(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "0, 1, 2 or 3")
-        require(self.bucket_elements >= 1, "zero.bucket_elements", self.bucket_elements, "an integer >= 1")
 
 
 @dataclass(kw_only=True)
 class ValidationConfig:
     """Loss on the validation split at several loop counts, from one pass over each batch."""
 
-    every_steps: int | None = 1_000
+    every_steps: Count | None = 1_000
     """null: only at the end. 0 is refused."""
-    rows: int = 512
+    rows: Count = 512
     """Rows of the validation split that are read, from its start."""
-    num_loops: list[int] = field(default_factory=list)
+    num_loops: list[Loops] = field(default_factory=list)
     """Loop counts to report. Empty: 1, 2, 4 and mu."""
-
-    def __post_init__(self) -> None:
-        require(
-            self.every_steps is None or self.every_steps >= 1, "validation.every_steps", self.every_steps,
-            "an integer >= 1, or null for the end only",
-        )  # fmt: skip
-        require(self.rows >= 1, "validation.rows", self.rows, "an integer >= 1")
-        require(all(t >= 1 for t in self.num_loops), "validation.num_loops", self.num_loops, "integers >= 1")
 
 
 @dataclass(kw_only=True)
@@ -312,74 +270,55 @@ class EvaluationConfig:
 
     tasks: list[str] = field(default_factory=list)
     """`core`, `text:PATH`, or folders of requests in `task_data`. Empty: none."""
-    every_steps: int | None = None
+    every_steps: Count | None = None
     """null: only at the end. 0 is refused."""
-    task_data: str | None = None
+    task_data: FolderName | None = None
     """Folder with a folder of requests for each task."""
-    core_bundle: str | None = None
+    core_bundle: FolderName | None = None
     """Folder of DCLM's tasks."""
-    num_loops: list[int] = field(default_factory=list)
+    num_loops: list[Loops] = field(default_factory=list)
     """Loop counts to score at. Empty: those of the validation."""
-    limit: int | None = None
+    limit: Count | None = None
     """Documents of each task. null: all."""
-    batch_tokens: int = 8_192
+    batch_tokens: Tokens = 8_192
     """Tokens in a batch of a rank, padding included."""
-
-    def __post_init__(self) -> None:
-        for key in ("every_steps", "limit"):
-            value = getattr(self, key)
-            require(value is None or value >= 1, f"evaluation.{key}", value, "an integer >= 1, or null")
-        require(all(t >= 1 for t in self.num_loops), "evaluation.num_loops", self.num_loops, "integers >= 1")
-        require(self.batch_tokens >= 1, "evaluation.batch_tokens", self.batch_tokens, "an integer >= 1")
 
 
 @dataclass(kw_only=True)
 class ProbeConfig:
     """What the recurrent state does from loop to loop, measured during training (docs/readout_blind_spot.md)."""
 
-    every_steps: int | None = 250
+    every_steps: Count | None = 250
     """null: never. A probe costs about a step of `rows` rows per rank."""
-    rows: int = 2
+    rows: Count = 2
     """Validation rows of each data-parallel rank that it runs."""
-    num_loops: int | None = None
+    num_loops: Loops | None = None
     """Loops that it runs. null: mu."""
-    growth_warning: float = 10.0
+    growth_warning: Annotated[float, Range(1, 1e12, above=True)] = 10.0
     """Warn where the mean norm of the last state has grown by this factor since the first probe or the last warning."""
-
-    def __post_init__(self) -> None:
-        for key in ("every_steps", "rows", "num_loops"):
-            value = getattr(self, key)
-            require(value is None or value >= 1, f"probe.{key}", value, "an integer >= 1")
-        require(self.growth_warning > 1, "probe.growth_warning", self.growth_warning, "> 1")
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
     """Layout-independent checkpoints of weights, optimizer state and the run's position."""
 
-    every_steps: int | None = 1_000
+    every_steps: Count | None = 1_000
     """null: only at the end (and on a signal)."""
-    keep_last: int = 3
+    keep_last: Count = 3
     """Newest checkpoints to keep."""
-    keep_every_steps: int | None = None
+    keep_every_steps: Count | None = None
     """Checkpoints at multiples of it are kept for ever. null: none."""
     background: bool = False
     """Write while training goes on."""
-    initial_weights: str | None = None
+    initial_weights: FolderName | None = None
     """Folder of a checkpoint whose weights start this run at step 0. null: random weights."""
-
-    def __post_init__(self) -> None:
-        for key in ("every_steps", "keep_every_steps"):
-            value = getattr(self, key)
-            require(value is None or value >= 1, f"checkpoint.{key}", value, "an integer >= 1, or null")
-        require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "an integer >= 1")
 
 
 @dataclass(kw_only=True)
 class LoggingConfig:
     """Console, metrics.jsonl, wandb, profiler."""
 
-    every_steps: int = 10
+    every_steps: Count = 10
     """Console lines; metrics.jsonl has a row for every step."""
     progress_bar: bool = True
     """On a terminal."""
@@ -387,14 +326,13 @@ class LoggingConfig:
     """null: WANDB_MODE, or offline."""
     wandb_project: str = "looped-pretrain"
     """wandb's project; the run's name is `run.name`."""
-    profile_steps: list[int] = field(default_factory=list)
+    profile_steps: list[Count] = field(default_factory=list)
     """[first, last] step of a torch.profiler trace in the run's folder. Empty: none."""
 
     def __post_init__(self) -> None:
-        require(self.every_steps >= 1, "logging.every_steps", self.every_steps, "an integer >= 1")
         steps = self.profile_steps
         require(
-            not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1]), "logging.profile_steps", steps,
+            not steps or (len(steps) == 2 and steps[0] <= steps[1]), "logging.profile_steps", steps,
             "[first, last] with 1 <= first <= last, or an empty list",
         )  # fmt: skip
 

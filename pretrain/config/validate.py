@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from pretrain.config.bounds import require
 from pretrain.config.families import FAMILIES
-from pretrain.config.model import ModelConfig, RecurrenceConfig, require
+from pretrain.config.model import ModelConfig, RecurrenceConfig
 from pretrain.config.schema import Config, TrainConfig
+
+_DEEPEST = 10_000
 
 
 def validate(cfg: Config, world_size: int | None) -> None:
@@ -31,6 +34,8 @@ def validate(cfg: Config, world_size: int | None) -> None:
     _check_rewind(cfg)
     if world_size is not None:
         _check_batch(cfg.train, cfg.parallel.tensor, cfg.parallel.pipeline, world_size)
+    else:
+        _check_possible_batch(cfg.train, cfg.parallel.pipeline)
 
 
 def _check_length(cfg: Config) -> None:
@@ -46,8 +51,6 @@ def _check_length(cfg: Config) -> None:
             f"at most {total - decay}: the last {decay} of {total} steps decay (schedule.decay_fraction="
             f"{schedule.decay_fraction})",
         )  # fmt: skip
-    require(all(step >= 1 for step in train.skip_steps), "train.skip_steps", train.skip_steps, "steps from 1 on")
-    require(0 <= train.seed < 2**64, "train.seed", train.seed, "an integer in [0, 2^64)")
     require(
         cfg.run.resume == "step" or cfg.run.resume_step is None, "run.resume_step", cfg.run.resume_step,
         f"null, since run.resume={cfg.run.resume}; run.resume=step resumes from exactly that step",
@@ -159,6 +162,14 @@ def _check_depths(cfg: Config) -> None:
         recurrence.distribution != "uniform" or float(2 * recurrence.mean_loops).is_integer(), name + "mean_loops",
         recurrence.mean_loops, "a multiple of 0.5, since distribution=uniform is on 1 .. 2 mean_loops - 1",
     )  # fmt: skip
+    if recurrence.distribution == "lognormal_poisson":
+        # Six standard deviations of the log-normal rate: the table of probabilities goes so far.
+        deepest = recurrence.mean_loops * math.exp(6 * recurrence.lognormal_sigma)
+        require(
+            deepest <= _DEEPEST or recurrence.max_loops is not None, name + "max_loops", None,
+            f"a bound, since mean_loops={recurrence.mean_loops:g} with lognormal_sigma={recurrence.lognormal_sigma:g} "
+            f"draws up to {deepest:.0f} loops; it is needed beyond {_DEEPEST}",
+        )  # fmt: skip
     require(
         recurrence.curriculum != "none" or recurrence.curriculum_steps == 0, name + "curriculum_steps",
         recurrence.curriculum_steps, "0, since curriculum=none; linear and one_minus_sqrt ramp mean_loops",
@@ -335,6 +346,17 @@ def _check_batch(train: TrainConfig, tensor: int, pipeline: int, world_size: int
     )  # fmt: skip
 
 
+def _check_possible_batch(train: TrainConfig, pipeline: int) -> None:
+    """What no number of processes could run: they divide the rows among each other before micro-batches are cut."""
+    rows, micro = train.global_batch_size, train.micro_batch_size
+    unit = micro * pipeline
+    require(
+        rows % unit == 0, "train.micro_batch_size", micro,
+        f"one that divides train.global_batch_size={rows} into a multiple of parallel.pipeline={pipeline} "
+        f"micro-batches; nearest: {_nearest_divisors(rows // pipeline, micro) if rows % pipeline == 0 else 'none'}",
+    )  # fmt: skip
+
+
 def _nearest_multiples(value: int, of: int) -> str:
     """The multiples of `of` around `value`, as "a or b"."""
     below = value // of * of
@@ -349,4 +371,5 @@ def _nearest_divisors(value: int, near: int) -> str:
 
 
 def _divisors(value: int) -> list[int]:
-    return [d for d in range(1, value + 1) if value % d == 0]
+    small = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
+    return sorted({*small, *(value // d for d in small)})

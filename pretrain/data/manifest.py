@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import types
 import typing
 from dataclasses import dataclass
@@ -257,7 +258,7 @@ def tokenizer_sha256(folder: str | Path) -> str:
 
 def _why_missing(folder: Path) -> str:
     """A message for a folder without a manifest."""
-    partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
+    partial = Path(os.path.abspath(folder) + PARTIAL_SUFFIX)  # the root has no name to add it to
     if partial.is_dir():
         return (
             f"{folder}: its build has not finished ({partial} holds its work); run the same "

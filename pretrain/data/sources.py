@@ -48,20 +48,29 @@ def shard_path(shard: Reader) -> str:
 
 
 def _prepare(cfg: Config, folder: NodeFolder | None) -> None:
-    _check_caches(cfg)
+    _check_caches(cfg)  # before anything is fetched
     for source in cfg.data.all_sources:
         if source.remote is not None:
             if folder is not None:
                 folder.lock_cache(Path(source.path))
             _fetch_metadata(source, source.remote)
     preflight_data(cfg)
+    check_local_shards(cfg)
     for source in cfg.data.all_sources:
-        manifest = read_manifest(source.path)
-        for shard in (s for split in manifest.splits for s in read_shards(source.path, manifest, split)):
-            if source.remote is None:
-                _check_local(source, shard)
-            elif folder is not None:
+        if source.remote is not None and folder is not None:
+            manifest = read_manifest(source.path)
+            for shard in (s for split in manifest.splits for s in read_shards(source.path, manifest, split)):
                 _remove_if_broken(shard)
+
+
+def check_local_shards(cfg: Config) -> None:
+    """ConfigError or DataError where a shard of a local data set is missing, cut short or packed; none is read."""
+    _check_caches(cfg)
+    for source in cfg.data.all_sources:
+        if source.remote is None:
+            manifest = read_manifest(source.path)
+            for shard in (s for split in manifest.splits for s in read_shards(source.path, manifest, split)):
+                _check_local(source, shard)
 
 
 def _check_caches(cfg: Config) -> None:

@@ -13,7 +13,6 @@ whatever the loop counts, of rows or of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch

@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pretrain.config.model import RecurrenceConfig, require
+from pretrain.config.bounds import require
+from pretrain.config.model import RecurrenceConfig
 from pretrain.errors import CheckpointError
 from pretrain.sampling.distributions import (
     Curriculum,

@@ -18,8 +18,9 @@ from pretrain.config.resume import check_resume
 from pretrain.config.schema import Config
 from pretrain.data.loader import TrainLoader
 from pretrain.data.place import DataPlace
+from pretrain.data.sources import check_local_shards
 from pretrain.data.validation import ValidationRows
-from pretrain.errors import STOPPED_EXIT_CODE, CheckpointError, DistributedError
+from pretrain.errors import STOPPED_EXIT_CODE, CheckpointError, ConfigError, DistributedError
 from pretrain.folder_lock import FolderLock
 from pretrain.messages import add_log_file
 from pretrain.model.init import init_parameters
@@ -66,9 +67,21 @@ log = logging.getLogger(__name__)
 
 
 def dry_run(cfg: Config) -> int:
-    """Builds the model without memory, prints the start-up summary, and returns exit code 0."""
+    """Builds the model without memory, prints the start-up summary, and returns exit code 0.
+
+    Refuses what a start would refuse: shards that are missing, a checkpoint that does not go with the configuration, a
+    disk without room. It reads no shard, and no tensor of a checkpoint.
+    """
     with torch.device("meta"):
         model = LoopedLM(cfg.model)
+    check_local_shards(cfg)
+    folder = run_folder(cfg)
+    reader = find_checkpoint(folder, cfg.run, Ranks(), whole=False)
+    _check_start(cfg, folder, reader)
+    if reader is None and cfg.checkpoint.initial_weights is not None:
+        placement = Placement.of_model(model, tensor_rank=0, tensor_size=1, model_ranks=Ranks())
+        with open_checkpoint(Path(cfg.checkpoint.initial_weights), whole=False) as start:
+            placement.check(start)
     world_size = int(os.environ.get("WORLD_SIZE", cfg.parallel.tensor * cfg.parallel.pipeline))
     print(summary(cfg, model, world_size))
     return 0
@@ -219,11 +232,28 @@ def _check_start(cfg: Config, folder: Path, reader: CheckpointReader | None) -> 
     start_step = 0
     if reader is not None:
         start_step = reader.step
+        _check_end(cfg, reader)
         changes = check_resume(load_config(reader.config_path), cfg)
         log.info("resuming from %s (step %d)", reader.folder, reader.step)
         for change in changes:
             log.info("changed since it was saved: %s", change)
     check_disk(checkpoints_folder(folder), checkpoint_bytes(cfg), cfg.checkpoint, start_step, cfg.last_step)
+
+
+def _check_end(cfg: Config, reader: CheckpointReader) -> None:
+    """ConfigError where the run is to end before the step from which it would go on."""
+    train = cfg.train
+    tokens = cfg.tokens_per_step
+    for key, value, end, least in (
+        ("stop_step", train.stop_step, train.stop_step, reader.step),
+        ("max_steps", train.max_steps, train.max_steps, reader.step),
+        ("max_tokens", train.max_tokens, cfg.total_steps, reader.step * tokens - tokens + 1),
+    ):
+        if value is not None and end is not None and end < reader.step:
+            raise ConfigError(
+                f"train.{key}={value}: expected at least {least}, since {reader.folder} is of step {reader.step}; to go "
+                "on from an earlier checkpoint set run.resume=step and run.resume_step, to start over another run.name"
+            )
 
 
 def _load(cfg: Config, reader: CheckpointReader | None, engine: ZeroEngine, placement: Placement) -> TrainState:

@@ -150,7 +150,7 @@ FILE_REFUSALS = {
     "model:\n  width: ???": ("model.width", "none is given"),
     'optimizer: {lr: "${nope.x}"}': ("optimizer.lr", "nope.x"),
     'run: {name: "${run.name}"}': ("run.name", "Recursive"),
-    'train: {max_steps: "${optimizer.lr}"}': ("train.max_steps", "Integer"),
+    'train: {max_steps: "${optimizer.lr}"}': ("train.max_steps=0.008", "an integer"),
     # YAML
     "a: [1, 2\nb: 3": ("line 2, column 2", "not valid YAML"),
     "train:\n\tmax_steps: 3": ("line 2, column 1", "never with tabs"),
@@ -184,6 +184,8 @@ OVERRIDE_REFUSALS = {
     "optimizer.lr=abc": ("optimizer.lr='abc'", "a number"),
     "optimizer.lr=nan": ("optimizer.lr='nan'", "a number"),
     "optimizer.lr=-1": ("optimizer.lr=-1.0", "> 0"),
+    "train.seed=-1": ("train.seed=-1", ">= 0 and < 2^64"),
+    "train.skip_steps=[0]": ("train.skip_steps[0]=0", ">= 1"),
     "train.max_steps=1e4": ("train.max_steps='1e4'", "an integer", "write 10000"),
     "optimizer.clip_norm=None": ("optimizer.clip_norm='None'", "write null"),
     "train.compile=1": ("train.compile=1", "true or false"),

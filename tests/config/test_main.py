@@ -44,13 +44,19 @@ def watched(*arguments: str) -> subprocess.CompletedProcess[str]:
     ("arguments", "expected"),
     [
         (["--config", "configs/tinny.yaml"], "configs/tinny.yaml: no such file; nearest: configs/tiny.yaml"),
-        (["--config", "configs/tiny.yaml", "optmizer.lr=3"], "command line: optmizer='3': unknown key"),
+        (
+            ["--config", "configs/tiny.yaml", "optmizer.lr=3"],
+            "command line: optmizer.lr='3': unknown key; nearest: optimizer.lr",
+        ),
         (
             ["--config", "configs/tiny.yaml", "--optimizer.lr=abc"],
             "command line: optimizer.lr='abc': expected a number",
         ),
         (["--config", "configs/tiny.yaml", "train.max_steps=1e4"], "write 10000"),
-        (["--config", "configs/tiny.yaml", "data.path=nowhere"], "configs/tiny.yaml: nowhere: no such folder"),
+        (
+            ["--config", "configs/tiny.yaml", "data.path=nowhere"],
+            "configs/tiny.yaml: data.path: nowhere: no such folder",
+        ),
         (["--config", "configs/tiny_tp2_pp2.yaml"], "configs/tiny_tp2_pp2.yaml: world size=1: expected a multiple"),
         (["--config", "configs/tiny.yaml", "train.activation_checkpointing=reentrant"], "all non-reentrant"),
     ],

@@ -31,8 +31,6 @@ REFUSALS: list[tuple[str, int | None, tuple[str, ...]]] = [
     ("train.max_tokens=65536 train.stop_step=2", None, ("train.stop_step=2", "at most 1 (train.max_tokens / 65536)")),
     ("schedule.warmup_steps=101", None, ("schedule.warmup_steps=101", "at most 100")),
     ("schedule.warmup_steps=51", None, ("schedule.warmup_steps=51", "at most 50", "decay_fraction=0.5")),
-    ("train.skip_steps=[0]", None, ("train.skip_steps=[0]", "from 1 on")),
-    ("train.seed=-1", None, ("train.seed=-1", "[0, 2^64)")),
     ("run.resume_step=5", None, ("run.resume_step=5", "run.resume=step")),
     # data
     ("data.path=null", None, ("data.path=None", "build_shards.py", "data.sources")),
@@ -131,5 +129,12 @@ def test_sound_combinations_are_accepted(make: Any, overrides: str, world_size: 
     validate(make(*overrides.split()), world_size)
 
 
-def test_without_a_number_of_processes_the_batch_is_not_divided(make: Any) -> None:
-    validate(make("train.micro_batch_size=7"), None)
+def test_without_a_number_of_processes_only_what_none_of_them_could_run_is_refused(make: Any) -> None:
+    validate(make("train.micro_batch_size=16"), None)  # fits 1 or 2, not 4
+    for overrides, fragments in (
+        ("train.micro_batch_size=7", ("train.micro_batch_size=7", "nearest: 4 or 8")),
+        ("train.micro_batch_size=32 parallel.pipeline=2", ("train.micro_batch_size=32", "pipeline=2", "nearest: 16")),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            validate(make(*overrides.split()), None)
+        assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pretrain.accounting import model_flops
+from pretrain.config.bounds import require
 from pretrain.config.load import load_config
-from pretrain.config.model import require
 from pretrain.config.schema import Config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.accounting import model_flops
-from pretrain.config.model import require
+from pretrain.config.bounds import require
 from pretrain.config.schema import Config
 from pretrain.errors import ConfigError
 from pretrain.planning import expected_work

@@ -22,8 +22,12 @@ from pretrain.train.checkpoint.reader import CheckpointReader
 log = logging.getLogger(__name__)
 
 
-def find_checkpoint(run_folder: Path, run: RunConfig, ranks: Ranks) -> CheckpointReader | None:
+def find_checkpoint(
+    run_folder: Path, run: RunConfig, ranks: Ranks, *, whole: bool = True
+) -> CheckpointReader | None:
     """The checkpoint that `run.resume` asks for, checked to the last byte; None: the run starts from step 0.
+
+    Without `whole` (a dry run) the sizes of its files are checked, and not what is in the large ones.
 
     auto   the newest complete one; those after it are skipped with a warning. None where no step has a folder.
     step   exactly `run.resume_step`.
@@ -36,7 +40,7 @@ def find_checkpoint(run_folder: Path, run: RunConfig, ranks: Ranks) -> Checkpoin
     steps = agreed_steps(checkpoints, ranks)
     if run.resume == "step":
         assert run.resume_step is not None
-        return _exactly(checkpoints, run.resume_step, steps, ranks)
+        return _exactly(checkpoints, run.resume_step, steps, ranks, whole)
     if not steps:
         return None
     if run.resume == "never":
@@ -44,7 +48,7 @@ def find_checkpoint(run_folder: Path, run: RunConfig, ranks: Ranks) -> Checkpoin
             f"{checkpoints} holds checkpoints of steps {_list(steps)}, and run.resume=never starts from step 0: choose "
             "another run.name, move the folder away, or set run.resume=auto"
         )
-    return _newest(checkpoints, steps, ranks)
+    return _newest(checkpoints, steps, ranks, whole)
 
 
 def agreed_steps(checkpoints: Path, ranks: Ranks) -> list[int]:
@@ -59,24 +63,27 @@ def agreed_steps(checkpoints: Path, ranks: Ranks) -> list[int]:
     return ranks.broadcast(steps)
 
 
-def open_checkpoint(path: Path) -> CheckpointReader:
+def open_checkpoint(path: Path, *, whole: bool = True) -> CheckpointReader:
     """The checkpoint in `path`, checked to the last byte: a step's folder, or a run's (its newest complete one).
+
+    `whole` as in `find_checkpoint`.
 
     Errors: CheckpointError that names the file and what is wrong with it.
     """
     if (path / MANIFEST_NAME).is_file() or not os.path.lexists(checkpoints_folder(path)):
         reader = CheckpointReader(path)
-        reader.verify()
+        if whole:
+            reader.verify()
         return reader
-    found = find_checkpoint(path, RunConfig(resume="auto"), Ranks())
+    found = find_checkpoint(path, RunConfig(resume="auto"), Ranks(), whole=whole)
     if found is None:
         raise CheckpointError(f"{checkpoints_folder(path)} holds no checkpoint")
     return found
 
 
-def _exactly(checkpoints: Path, step: int, steps: list[int], ranks: Ranks) -> CheckpointReader:
+def _exactly(checkpoints: Path, step: int, steps: list[int], ranks: Ranks, whole: bool) -> CheckpointReader:
     if step in steps:
-        reader, problem = _open(step_folder(checkpoints, step), ranks)
+        reader, problem = _open(step_folder(checkpoints, step), ranks, whole)
         if reader is not None:
             return reader
     else:
@@ -87,11 +94,11 @@ def _exactly(checkpoints: Path, step: int, steps: list[int], ranks: Ranks) -> Ch
     )
 
 
-def _newest(checkpoints: Path, steps: list[int], ranks: Ranks) -> CheckpointReader:
+def _newest(checkpoints: Path, steps: list[int], ranks: Ranks, whole: bool) -> CheckpointReader:
     problems = []
     for step in reversed(steps):
         folder = step_folder(checkpoints, step)
-        reader, problem = _open(folder, ranks)
+        reader, problem = _open(folder, ranks, whole)
         if reader is not None:
             if ranks.rank == 0:
                 _compare_latest(checkpoints, folder.name)
@@ -105,7 +112,7 @@ def _newest(checkpoints: Path, steps: list[int], ranks: Ranks) -> CheckpointRead
     )
 
 
-def _open(folder: Path, ranks: Ranks) -> tuple[CheckpointReader | None, str]:
+def _open(folder: Path, ranks: Ranks, whole: bool) -> tuple[CheckpointReader | None, str]:
     """The reader of a complete checkpoint, or None and what is wrong with it; the same on all ranks."""
     seen = ranks.gather(os.path.isfile(folder / MANIFEST_NAME))  # False also where the disk fails: all go on together
     if seen[0] and not all(seen):
@@ -113,7 +120,8 @@ def _open(folder: Path, ranks: Ranks) -> tuple[CheckpointReader | None, str]:
     reader, problem = None, None
     try:
         reader = CheckpointReader(folder)
-        reader.verify(ranks.rank, ranks.size)
+        if whole:
+            reader.verify(ranks.rank, ranks.size)
         if folder != step_folder(folder.parent, reader.step):
             problem = f"{folder / MANIFEST_NAME}: is of step {reader.step}"
     except CheckpointError as error:
