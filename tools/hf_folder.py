@@ -24,8 +24,10 @@ from transformers import PreTrainedTokenizerFast
 import pretrain.hf
 from pretrain.config.model import ModelConfig
 from pretrain.data.manifest import tokenizer_sha256
+from pretrain.data.tokenizer_files import fit_for_generation
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.files import require_writable
+from pretrain.foreign import check_name, read_json
 from pretrain.model.cache import LoopCache
 from pretrain.model.looped import LoopedLM
 from tools import hf_check
@@ -139,12 +141,7 @@ def _copy_tokenizer(source: Path, folder: Path, cfg: ModelConfig) -> dict[str, i
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    settings |= {"padding_side": "left", "model_max_length": cfg.context_length}
-    settings["model_input_names"] = ["input_ids", "attention_mask"]
-    settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    fit_for_generation(folder, cfg.context_length)
     return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
 
 
@@ -220,27 +217,20 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         raise ConfigError(f"{folder}: its tokenizer cannot be read ({error}); restore its files") from error
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """What the folder's config.json holds; ConfigError that names the file where there is none."""
+    if not is_hf_folder(folder):
+        raise ConfigError(f"{folder / 'config.json'}: missing; expected the folder of a model, with its config.json")
+    return read_json(folder / "config.json")
+
+
 def read_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """(model section, fp32 parameters of LoopedLM) of a folder in this form. No code of the folder is run.
 
     Errors: ConfigError for a folder of another kind; CheckpointError for files or tensors missing, unknown, misshapen.
     """
-    config = path / "config.json"
-    cfg = model_config(read_json(config), str(config))
+    cfg = model_config(read_config(path), str(path / "config.json"))
     return cfg, model_tensors(cfg, read_safetensors(path), str(path))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ConfigError that names the file where there is none."""
-    if not path.is_file():
-        raise ConfigError(f"{path}: missing; expected the folder of a model, with its config.json")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: holds {type(data).__name__}, expected an object")
-    return data
 
 
 def read_safetensors(folder: Path) -> dict[str, Tensor]:
@@ -248,10 +238,10 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
     index = folder / "model.safetensors.index.json"
     names, listed = ["model.safetensors"], None
     if index.is_file():
-        listed = read_json(index).get("weight_map")
-        if not isinstance(listed, dict) or not all(Path(str(name)).name == name for name in listed.values()):
+        listed = read_json(index, CheckpointError).get("weight_map")
+        if not isinstance(listed, dict):
             raise CheckpointError(f"{index}: weight_map: expected names of tensors with names of files beside it")
-        names = sorted(set(listed.values()))
+        names = sorted({check_name(name, f"{index}: weight_map: a file", CheckpointError) for name in listed.values()})
     tensors: dict[str, Tensor] = {}
     for name in names:
         try:

@@ -20,7 +20,7 @@ from pretrain.model.imports import parameter_shapes
 from pretrain.model.looped import LoopedLM
 from pretrain.train.checkpoint.find import open_checkpoint
 from pretrain.train.checkpoint.reader import CheckpointReader
-from tools.hf_folder import is_hf_folder, read_folder, read_json, read_tokenizer
+from tools.hf_folder import is_hf_folder, read_config, read_folder, read_tokenizer
 
 
 class Saved(NamedTuple):
@@ -60,7 +60,7 @@ def read_saved(path: Path, tokenizer: Path | None = None) -> Saved:
     if is_hf_folder(path):
         cfg, tensors = read_folder(path)
         config, step, folder = Config(model=cfg), None, tokenizer or path
-        config.train.precision = "bf16" if read_json(path / "config.json").get("dtype") == "bfloat16" else "fp32"
+        config.train.precision = "bf16" if read_config(path).get("dtype") == "bfloat16" else "fp32"
     else:
         with open_checkpoint(path) as reader:
             config, step = load_config(reader.config_path), reader.step
