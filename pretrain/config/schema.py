@@ -290,7 +290,8 @@ class ValidationConfig:
     every_steps: int | None = 1_000
     """null: only at the end. 0 is refused."""
     rows: int = 512
-    """Rows of the validation split that are read, from its start."""
+    """Rows of the validation split that are read, from its start. 0: train without validation and state probe; the data
+    then needs no validation split."""
     num_loops: list[int] = field(default_factory=list)
     """Loop counts to report. Empty: 1, 2, 4 and mu."""
 
@@ -299,7 +300,7 @@ class ValidationConfig:
             self.every_steps is None or self.every_steps >= 1, "validation.every_steps", self.every_steps,
             "an integer >= 1, or null for the end only",
         )  # fmt: skip
-        require(self.rows >= 1, "validation.rows", self.rows, "an integer >= 1")
+        require(self.rows >= 0, "validation.rows", self.rows, "an integer >= 1, or 0 to train without validation")
         require(all(t >= 1 for t in self.num_loops), "validation.num_loops", self.num_loops, "integers >= 1")
 
 
@@ -335,7 +336,7 @@ class ProbeConfig:
     """What the recurrent state does from loop to loop, measured during training (docs/readout_blind_spot.md)."""
 
     every_steps: int | None = 250
-    """null: never. A probe costs about a step of `rows` rows per rank."""
+    """null: never, as with validation.rows=0. A probe costs about a step of `rows` rows per rank."""
     rows: int = 2
     """Validation rows of each data-parallel rank that it runs."""
     num_loops: int | None = None

@@ -166,14 +166,14 @@ def _built(
             loader.load_state_dict(state.data)
         writer = _metrics_writer(cfg, folder, state) if layout.is_main else None
         saver = CheckpointWriter(folder, cfg.checkpoint, dump_config(cfg), ranks, timeout_sec=cfg.parallel.timeout_sec)
-        validation_rows = ValidationRows(cfg, place, reads=reads)
+        held_out = ValidationRows(cfg, place, reads=reads) if cfg.validation.rows else None
         # In the order of their calls: a row is written before the checkpoint that counts on it.
         callbacks = [
             Rewind(folder, ranks, saver, placement),
             *(_reports(cfg, layout, folder, writer) if writer is not None else []),
-            Validation(validation_rows, loader.bos_id),
+            *([Validation(held_out, loader.bos_id)] if held_out is not None else []),
             *([Evaluation(cfg)] if cfg.evaluation.tasks else []),
-            Probe(validation_rows, loader.bos_id, folder),
+            *([Probe(held_out, loader.bos_id, folder)] if held_out is not None else []),
             Checkpointing(saver, placement, writer),
         ]
         runner = make_runner(cfg, engine, layout, sampler, loader)
