@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import data_prep.build_shards
 from data_prep import rows as packing
@@ -18,8 +19,12 @@ from data_prep.encoding import Encoder
 from data_prep.packing import BuildSettings
 from data_prep.rows import Rows, best_fit_rows, join_rows
 from data_prep.verify_shards import verify
+from pretrain.data.documents import IGNORED_LABEL
+from pretrain.data.loader import TrainLoader
 from pretrain.data.manifest import read_manifest
 from pretrain.errors import ConfigError, DataError
+from pretrain.train.inputs import Inputs
+from tests.data.sets import alone, make_config
 from tests.data_prep.conftest import all_rows, tree
 
 MakeSettings = Callable[..., BuildSettings]
@@ -138,6 +143,20 @@ def test_rows_of_a_packed_set_are_beginnings_of_documents(settings: BuildSetting
                 assert any(document[: len(piece)] == piece.tolist() for document in ids)
     assert read_manifest(settings.out) == manifest
     assert manifest.source["arguments"]["pack"] == "best-fit"
+
+
+def test_the_loader_reads_a_packed_set_with_borders_and_positions(settings: BuildSettings, tokenizer: Path) -> None:
+    build(settings)
+    bos = read_manifest(settings.out).tokenizer.bos_id
+    cfg = make_config(settings.out, context=32, vocab_size=400, mask_document_boundaries=True)
+    with TrainLoader(cfg, alone()) as loader:
+        for _ in range(loader.steps_per_epoch):
+            inputs = Inputs.of(next(loader).tokens, cfg, loader.bos_id, torch.device("cpu"))
+            starts = inputs.tokens == bos
+            assert starts[:, 0].all()
+            assert ((inputs.positions == 0) == starts).all(), "positions begin with documents, and nowhere else"
+            assert (inputs.document_ids == starts.cumsum(1) - 1).all()
+            assert ((inputs.labels[:, :-1] == IGNORED_LABEL) == starts[:, 1:]).all()
 
 
 def test_a_joined_set_of_an_earlier_version_is_the_same_set(
