@@ -19,12 +19,11 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 import pretrain.hf
 from pretrain.config.model import ModelConfig
 from pretrain.data.manifest import tokenizer_sha256
-from pretrain.data.tokenizer_files import fit_for_generation
+from pretrain.data.tokenizer_files import fit_for_generation, load_tokenizer
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.files import require_writable
 from pretrain.foreign import check_name, read_json
@@ -132,7 +131,7 @@ def write_folder(model: Export, folder: Path) -> None:
 
 def _copy_tokenizer(source: Path, folder: Path, cfg: ModelConfig) -> dict[str, int | None]:
     """Copies the tokenizer, with padding on the left as generation needs it; returns the ids of its special tokens."""
-    tokenizer = read_tokenizer(source)
+    tokenizer = load_tokenizer(source)
     if len(tokenizer) > cfg.vocab_size:
         raise ConfigError(
             f"{source}: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {cfg.vocab_size}: expected "
@@ -161,7 +160,7 @@ def write_case(model: Export, path: Path, more_loops: tuple[int, ...] = ()) -> N
         text, tokens = None, torch.randint(cfg.vocab_size, (1, length), generator=generator)
     else:
         text = TEXT
-        tokens = torch.tensor([read_tokenizer(model.tokenizer)(text)["input_ids"][:length]])
+        tokens = torch.tensor([load_tokenizer(model.tokenizer)(text)["input_ids"][:length]])
     num_loops = cfg.recurrence.default_loops
     case = {f"logits.{loops}": native.logits(tokens, loops) for loops in sorted({1, 2, num_loops, *more_loops})}
     case["prompt"] = tokens[:, : max(1, length // 4)].clone()
@@ -206,15 +205,6 @@ def run_check(cases: Mapping[Path, Path]) -> dict[Path, dict[str, float]]:
 def is_hf_folder(path: Path) -> bool:
     """Whether `path` is a folder with a config.json."""
     return (path / "config.json").is_file()
-
-
-def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in `folder`. Errors: ConfigError where its files are missing or cannot be read."""
-    tokenizer_sha256(folder)
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(folder)
-    except Exception as error:  # the library raises bare Exceptions
-        raise ConfigError(f"{folder}: its tokenizer cannot be read ({error}); restore its files") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:

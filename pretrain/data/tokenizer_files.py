@@ -1,11 +1,17 @@
-"""The settings that a saved tokenizer needs to feed these models through transformers. Stdlib only."""
+"""Saved tokenizers as transformers reads them, which is imported where one is read."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from pretrain.data.manifest import tokenizer_sha256
+from pretrain.errors import ConfigError
 from pretrain.foreign import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 CONFIG_NAME = "tokenizer_config.json"
 
@@ -23,3 +29,14 @@ def fit_for_generation(folder: Path, context_length: int | None = None) -> None:
     if context_length is not None:
         settings["model_max_length"] = context_length
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer in `folder`. Errors: ConfigError where its files are missing or cannot be read."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer_sha256(folder)
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as error:  # the library raises bare Exceptions
+        raise ConfigError(f"{folder}: its tokenizer cannot be read ({error}); restore its files") from error
