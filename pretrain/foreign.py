@@ -59,10 +59,14 @@ def path_below(folder: Path, name: object, where: str, error: type[PretrainError
 def parse_json(data: bytes, where: str, error: type[PretrainError] = ConfigError, mend: str = "restore it") -> Any:
     """The value that the UTF-8 text holds. Raises `error`, which names `where`, for anything that is not plain JSON.
 
-    Keys that occur twice are refused: readers disagree about which one counts.
+    Keys that occur twice are refused: readers disagree about which one counts. So are halves of UTF-16's pairs, which
+    tokenizers and file systems cannot take.
     """
     try:
-        return json.loads(data.decode(), object_pairs_hook=_unique)
+        value = json.loads(data.decode(), object_pairs_hook=_unique)
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (ValueError, RecursionError) as problem:  # not UTF-8 and numbers of 5,000 digits are ValueErrors
         raise error(f"{where}: not valid JSON ({problem}); {mend}") from problem
 

@@ -60,6 +60,7 @@ NOT_JSON = {
     "UTF-16": '{"a": 1}'.encode("utf-16"), "truncated": b'{"a": ', "empty": b"",
     "nested": b"[" * 200_000 + b"]" * 200_000, "digits": b'{"a": 1' + b"0" * 5_000 + b"}",
     "twice": b'{"a": 1, "b": {"c": 1, "d": 2, "c": 3}}', "control character": b'{"a": "\n"}', "two": b"{} {}",
+    "half of a pair": b'{"a": ["\\ud800"]}',
 }  # fmt: skip
 
 

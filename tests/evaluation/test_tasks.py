@@ -251,6 +251,7 @@ def test_a_broken_bundle(bundle: Path) -> None:
         ('{"context_options": ["a", "b"], "continuation": "x", "gold": 2}', "line 1: gold=2: expected the place"),
         ('\n{"context_options":', "line 2: not valid JSON"),
         ("[" * 100_000, "line 1: not valid JSON"),
+        ('{"context_options": ["\\ud800", "b"], "continuation": "x", "gold": 0}', "line 1: not valid JSON"),
         ('{"context_options": ["a", "b"], "continuation": "x", "gold": 1.0}', "line 1: gold=1.0: expected the place"),
         ("5", "line 1: no field 'context_options'"),
         ('{"context_options": "ab", "continuation": "x", "gold": 0}', "line 1: context_options='ab': expected a list"),
