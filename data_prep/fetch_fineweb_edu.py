@@ -24,6 +24,7 @@ from tqdm import tqdm
 from data_prep.sources import FETCH_INCOMPLETE
 from data_prep.tasks import command
 from pretrain.errors import ConfigError, DataError
+from pretrain.foreign import check_name, files_below, path_below
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
 SUBSETS = {
@@ -89,10 +90,9 @@ def fetch_from_mirror(
     """
     if not mirror.is_dir():
         raise ConfigError(f"--mirror: {mirror} is no folder; expected a copy of {REPOSITORY}")
-    found = {
-        path.relative_to(mirror).as_posix(): path.stat().st_size
-        for path in mirror.rglob("*.parquet")
-    }
+    searched = mirror / SUBSETS[subset].split("/*")[0]  # of other subsets there may be links alone
+    files = files_below(searched) if searched.is_dir() else []
+    found = {path.relative_to(mirror).as_posix(): path.stat().st_size for path in files}
     sizes = _choose(found, subset, max_files, str(mirror))
     _begin(out, sizes, takes_room=copy)
     for name in tqdm(sizes, desc=subset, unit="file"):
@@ -115,12 +115,16 @@ def _choose(available: Sizes, subset: str, max_files: int | None, where: str) ->
     names = sorted(fnmatch.filter(available, SUBSETS[subset]))[:max_files]
     if not names:
         raise ConfigError(f"{where}: no files {SUBSETS[subset]} for the subset {subset}")
-    return {name: available[name] for name in names}
+    return {check_name(name, f"{where}: a file's name"): available[name] for name in names}
 
 
 def _begin(out: Path, sizes: Sizes, takes_room: bool) -> None:
     """Marks `out` as incomplete; ConfigError if it holds other files or the disk lacks the room."""
     out.mkdir(parents=True, exist_ok=True)
+    for name in sizes:
+        if not (out / name).is_symlink():  # one of --mirror's, which is replaced and not followed
+            path_below(out, name, f"{out}: a file to fetch")
+    # Links of an earlier --mirror count where they lead nowhere too: they are replaced.
     here = {path.relative_to(out).as_posix(): path for path in out.rglob("*.parquet")}
     others = sorted(here.keys() - sizes.keys())
     if others:

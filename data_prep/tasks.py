@@ -20,6 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from pretrain.errors import ConfigError, DataError, PretrainError
+from pretrain.foreign import read_json
 
 Record = dict[str, Any]
 
@@ -57,7 +58,8 @@ def run_tasks(
     with progress(label, sum(task.size for task in tasks), unit, done_size) as bar:
         for i, _ in parallel(calls, processes):
             bar.update(tasks[waiting[i]].size)
-    return [json.loads(path.read_text()) for path in paths]
+    mend = "remove it and run the command again"
+    return [read_json(path, DataError, mend) for path in paths]
 
 
 def parallel(

@@ -95,5 +95,6 @@ def _check_rows(cfg: Config, manifests: dict[str, Manifest]) -> None:
     rows = sum(m.splits["validation"].rows for m in manifests.values() if "validation" in m.splits)
     if rows < cfg.validation.rows:
         raise ConfigError(
-            f"validation.rows={cfg.validation.rows}: expected at most the {rows} validation rows of {names}"
+            f"validation.rows={cfg.validation.rows}: expected at most the {rows} validation rows of {names}, or 0 to "
+            "train without validation"
         )

@@ -45,6 +45,7 @@ from launchers.slurm import is_finished
 from pretrain import processes
 from pretrain.config.load import diff_configs, dump_config, load_config
 from pretrain.config.schema import Config
+from pretrain.config.validate import require_validation
 from pretrain.errors import STOPPED_EXIT_CODE, ConfigError, DistributedError, PretrainError, TrainingError
 from pretrain.files import write_text
 from pretrain.folder_lock import FolderLock
@@ -129,7 +130,7 @@ def trials_of(experiment: Experiment, out: Path, extra: Sequence[str]) -> list[T
             place = [f"train.seed={seed}", f"run.name={variant}_s{seed}", f"run.dir={(out / 'runs').resolve()}"]
             trials.append(Trial(variant, seed, [*overrides, *extra, *place]))
             if seed == experiment.seeds[0]:
-                load_config(experiment.config, trials[-1].overrides)
+                require_validation(load_config(experiment.config, trials[-1].overrides), "tools.ablate")
     return trials
 
 

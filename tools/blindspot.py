@@ -48,7 +48,7 @@ from pretrain.train.checkpoint.folders import checkpoints_folder
 from pretrain.train.metrics import METRICS_NAME, read_metrics
 from tools.baselines import split_rows
 from tools.generate import generate
-from tools.hf_folder import is_hf_folder, read_folder, read_json
+from tools.hf_folder import is_hf_folder, read_config, read_folder
 from tools.loading import load_model
 
 SCALES = (0.1, 0.3, 0.5, 1.0, 2.0, 3.0, 10.0)
@@ -97,7 +97,7 @@ def open_model(path: Path, tokenizer: Path, device: torch.device | str) -> Opene
         with torch.device("meta"):
             model = LoopedLM(cfg)
         model.load_state_dict(tensors, strict=True, assign=True)
-        return Opened(model.to(device).eval(), tokenizer_sha256=read_json(path / "config.json").get("tokenizer_sha256"))
+        return Opened(model.to(device).eval(), tokenizer_sha256=read_config(path).get("tokenizer_sha256"))
     trained = load_model(path, device=device, tokenizer=tokenizer)
     data = trained.config.data
     own = None

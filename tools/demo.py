@@ -22,6 +22,7 @@ from pathlib import Path
 from pretrain import processes
 from pretrain.config.load import load_config
 from pretrain.config.schema import Config
+from pretrain.config.validate import require_validation
 from pretrain.data.manifest import MANIFEST_NAME, read_manifest
 from pretrain.errors import STOPPED_EXIT_CODE, PretrainError, TrainingError
 from pretrain.folder_lock import FolderLock
@@ -67,6 +68,7 @@ def main(arguments: list[str]) -> int:
     overrides = [*(SHORT if short else ()), *(argument for argument in arguments if argument != "--short")]
     try:
         cfg = load_config(ROOT / CONFIG, overrides)
+        require_validation(cfg, "the demo")
         prepare(cfg)
         run("pretrain/main.py", "--config", CONFIG, *overrides)
         losses = report(cfg)

@@ -19,13 +19,14 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 import pretrain.hf
 from pretrain.config.model import ModelConfig
 from pretrain.data.manifest import tokenizer_sha256
+from pretrain.data.tokenizer_files import fit_for_generation, load_tokenizer
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.files import require_writable
+from pretrain.foreign import check_name, read_json
 from pretrain.model.cache import LoopCache
 from pretrain.model.looped import LoopedLM
 from pretrain.processes import Children
@@ -131,7 +132,7 @@ def write_folder(model: Export, folder: Path) -> None:
 
 def _copy_tokenizer(source: Path, folder: Path, cfg: ModelConfig) -> dict[str, int | None]:
     """Copies the tokenizer, with padding on the left as generation needs it; returns the ids of its special tokens."""
-    tokenizer = read_tokenizer(source)
+    tokenizer = load_tokenizer(source)
     if len(tokenizer) > cfg.vocab_size:
         raise ConfigError(
             f"{source}: the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {cfg.vocab_size}: expected "
@@ -140,12 +141,7 @@ def _copy_tokenizer(source: Path, folder: Path, cfg: ModelConfig) -> dict[str, i
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    settings |= {"padding_side": "left", "model_max_length": cfg.context_length}
-    settings["model_input_names"] = ["input_ids", "attention_mask"]
-    settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    fit_for_generation(folder, cfg.context_length)
     return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
 
 
@@ -165,7 +161,7 @@ def write_case(model: Export, path: Path, more_loops: tuple[int, ...] = ()) -> N
         text, tokens = None, torch.randint(cfg.vocab_size, (1, length), generator=generator)
     else:
         text = TEXT
-        tokens = torch.tensor([read_tokenizer(model.tokenizer)(text)["input_ids"][:length]])
+        tokens = torch.tensor([load_tokenizer(model.tokenizer)(text)["input_ids"][:length]])
     num_loops = cfg.recurrence.default_loops
     case = {f"logits.{loops}": native.logits(tokens, loops) for loops in sorted({1, 2, num_loops, *more_loops})}
     case["prompt"] = tokens[:, : max(1, length // 4)].clone()
@@ -214,13 +210,11 @@ def is_hf_folder(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
-def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in `folder`. Errors: ConfigError where its files are missing or cannot be read."""
-    tokenizer_sha256(folder)
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(folder)
-    except Exception as error:  # the library raises bare Exceptions
-        raise ConfigError(f"{folder}: its tokenizer cannot be read ({error}); restore its files") from error
+def read_config(folder: Path) -> dict[str, Any]:
+    """What the folder's config.json holds; ConfigError that names the file where there is none."""
+    if not is_hf_folder(folder):
+        raise ConfigError(f"{folder / 'config.json'}: missing; expected the folder of a model, with its config.json")
+    return read_json(folder / "config.json")
 
 
 def read_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -228,22 +222,8 @@ def read_folder(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
     Errors: ConfigError for a folder of another kind; CheckpointError for files or tensors missing, unknown, misshapen.
     """
-    config = path / "config.json"
-    cfg = model_config(read_json(config), str(config))
+    cfg = model_config(read_config(path), str(path / "config.json"))
     return cfg, model_tensors(cfg, read_safetensors(path), str(path))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ConfigError that names the file where there is none."""
-    if not path.is_file():
-        raise ConfigError(f"{path}: missing; expected the folder of a model, with its config.json")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error})") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: holds {type(data).__name__}, expected an object")
-    return data
 
 
 def read_safetensors(folder: Path) -> dict[str, Tensor]:
@@ -251,10 +231,10 @@ def read_safetensors(folder: Path) -> dict[str, Tensor]:
     index = folder / "model.safetensors.index.json"
     names, listed = ["model.safetensors"], None
     if index.is_file():
-        listed = read_json(index).get("weight_map")
-        if not isinstance(listed, dict) or not all(Path(str(name)).name == name for name in listed.values()):
+        listed = read_json(index, CheckpointError).get("weight_map")
+        if not isinstance(listed, dict):
             raise CheckpointError(f"{index}: weight_map: expected names of tensors with names of files beside it")
-        names = sorted(set(listed.values()))
+        names = sorted({check_name(name, f"{index}: weight_map: a file", CheckpointError) for name in listed.values()})
     tensors: dict[str, Tensor] = {}
     for name in names:
         try:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from pretrain.errors import CheckpointError, ConfigError, PretrainError
 from pretrain.model.imports import Imported, Source, import_checkpoint
-from tools.hf_folder import Export, export, read_json, read_safetensors
+from tools.hf_folder import Export, export, read_config, read_safetensors
 from tools.hf_format import DTYPES
 from tools.model_card import card
 
@@ -44,7 +44,7 @@ def read_published(family: Source, source: Path) -> Imported:
     if not source.is_dir():
         raise ConfigError(f"{source}: expected the folder of a {family} checkpoint")
     path = source / "config.json"
-    config = read_json(path)
+    config = read_config(source)
     found = config.get("_class_name")
     if found != CLASS_NAMES.get(family):
         raise ConfigError(

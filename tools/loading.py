@@ -15,12 +15,13 @@ from pretrain.config.model import ModelConfig
 from pretrain.config.schema import Config
 from pretrain.data.manifest import read_manifest, tokenizer_sha256
 from pretrain.data.sources import tokenizer_folder
+from pretrain.data.tokenizer_files import load_tokenizer
 from pretrain.errors import CheckpointError, ConfigError
 from pretrain.model.imports import parameter_shapes
 from pretrain.model.looped import LoopedLM
 from pretrain.train.checkpoint.find import open_checkpoint
 from pretrain.train.checkpoint.reader import CheckpointReader
-from tools.hf_folder import is_hf_folder, read_folder, read_json, read_tokenizer
+from tools.hf_folder import is_hf_folder, read_config, read_folder
 
 
 class Saved(NamedTuple):
@@ -60,13 +61,13 @@ def read_saved(path: Path, tokenizer: Path | None = None) -> Saved:
     if is_hf_folder(path):
         cfg, tensors = read_folder(path)
         config, step, folder = Config(model=cfg), None, tokenizer or path
-        config.train.precision = "bf16" if read_json(path / "config.json").get("dtype") == "bfloat16" else "fp32"
+        config.train.precision = "bf16" if read_config(path).get("dtype") == "bfloat16" else "fp32"
     else:
         with open_checkpoint(path) as reader:
             config, step = load_config(reader.config_path), reader.step
             tensors = read_parameters(config, reader)
         folder = tokenizer or tokenizer_folder(config)
-    found = read_tokenizer(folder)
+    found = load_tokenizer(folder)
     if found.bos_token_id is None:
         raise ConfigError(
             f"{folder}: bos_token=None: expected a tokenizer with a token that begins every text (--tokenizer)"

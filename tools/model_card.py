@@ -10,9 +10,9 @@ from pretrain.accounting import count_parameters
 from pretrain.config.model import ModelConfig
 from pretrain.config.schema import Config
 from pretrain.data.manifest import MANIFEST_NAME, read_manifest
+from pretrain.foreign import read_json
 from pretrain.train.metrics import METRICS_NAME, read_metrics
 from pretrain.train.state import TrainState
-from tools.hf_folder import read_json
 
 _HEAD = """\
 ---
@@ -79,6 +79,8 @@ def run_card(config: Config, step: int, state: TrainState, run_folder: Path | No
         "precision": f"{config.train.precision} products, fp32 parameters",
     }
     sections = {"Training": _table(training)}
+    if config.validation.rows == 0:
+        sections["Validation loss"] = "None: the run trained without validation (validation.rows=0)."
     if run_folder is not None:
         rows = [row for row in read_metrics(run_folder / METRICS_NAME) if "val_loss" in row and row["step"] <= step]
         if rows:

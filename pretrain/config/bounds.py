@@ -81,8 +81,8 @@ Weight = Annotated[float, Range(0, 1e6)]
 Positive = Annotated[float, Range(TINY, 1e6)]
 LearningRate = Annotated[float, Range(TINY, 1e30)]
 Epsilon = Annotated[float, Range(TINY, 1)]
-Share = Annotated[float, Range(0, 1)]
-ShareBelowOne = Annotated[float, Range(0, 1, below=True)]
+Share = Annotated[float, Range(0.0, 1.0)]
+ShareBelowOne = Annotated[float, Range(0.0, 1.0, below=True)]
 
 
 def _number(value: float) -> str:

@@ -258,8 +258,9 @@ class ValidationConfig:
 
     every_steps: Count | None = 1_000
     """null: only at the end. 0 is refused."""
-    rows: Count = 512
-    """Rows of the validation split that are read, from its start."""
+    rows: CountOrZero = 512
+    """Rows of the validation split that are read, from its start. 0: train without validation and state probe; the data
+    then needs no validation split."""
     num_loops: list[Loops] = field(default_factory=list)
     """Loop counts to report. Empty: 1, 2, 4 and mu."""
 
@@ -289,7 +290,7 @@ class ProbeConfig:
     """What the recurrent state does from loop to loop, measured during training (docs/readout_blind_spot.md)."""
 
     every_steps: Count | None = 250
-    """null: never. A probe costs about a step of `rows` rows per rank."""
+    """null: never, as with validation.rows=0. A probe costs about a step of `rows` rows per rank."""
     rows: Count = 2
     """Validation rows of each data-parallel rank that it runs."""
     num_loops: Loops | None = None

@@ -38,6 +38,14 @@ def validate(cfg: Config, world_size: int | None) -> None:
         _check_possible_batch(cfg.train, cfg.parallel.pipeline)
 
 
+def require_validation(cfg: Config, what: str) -> None:
+    """ConfigError where the run measures no validation losses, without which `what` has nothing to compare."""
+    require(
+        cfg.validation.rows > 0, "validation.rows", cfg.validation.rows,
+        f"at least 1, since {what} compares validation losses",
+    )  # fmt: skip
+
+
 def _check_length(cfg: Config) -> None:
     total, train, schedule = cfg.total_steps, cfg.train, cfg.schedule
     source = "train.max_steps" if train.max_steps is not None else f"train.max_tokens / {cfg.tokens_per_step}"

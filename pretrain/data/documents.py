@@ -1,4 +1,4 @@
-"""Documents within packed rows: every document starts with <|bos|>, and rows are cut without regard to documents.
+"""Documents within packed rows: every document starts with <|bos|>, and a row may begin and end inside of one.
 
 B rows, S sequence. The part of a document that a row starts with, cut off from its beginning, counts as a document.
 """

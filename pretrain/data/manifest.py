@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import types
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import ConfigError, DataError
+from pretrain.foreign import check_name, read_json
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -30,6 +32,8 @@ PARTIAL_SUFFIX = ".partial"
 COLUMN = "tokens"
 HASH = "xxh3_64"
 MAX_UINT16_VOCAB = 65_536
+_MAX_SHARD_BYTES = 1 << 32
+"""MDS keeps offsets as uint32."""
 
 _REBUILD = "build the data set again with data_prep/build_shards.py"
 
@@ -57,14 +61,16 @@ class TokenizerInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitInfo:
-    """Exact counts of one split; rows * row_tokens = tokens - dropped_tokens + padded_tokens."""
+    """Exact counts of one split; rows * row_tokens = tokens - dropped - cropped + padded tokens."""
 
     documents: int
     tokens: int
     """Of all documents, each with its <|bos|>."""
     rows: int
     dropped_tokens: int
-    """Tails that did not fill a row."""
+    """Of a bucket's last row, which was not full."""
+    cropped_tokens: int = 0
+    """Of best-fit packing: ends of documents that were cut where nothing fitted a row."""
     padded_tokens: int
     """Padding ids in the rows. The builder drops tails, so it writes 0."""
     max_id: int
@@ -98,6 +104,11 @@ class Manifest:
         """MDS encoding of the `tokens` column."""
         return f"ndarray:{self.dtype}:{self.row_tokens}"
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row's ids."""
+        return self.row_tokens * (2 if self.dtype == "uint16" else 4)
+
     def to_json(self) -> str:
         """The text of manifest.json."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -128,14 +139,19 @@ class Manifest:
                 value,
                 f"in [0, {vocab_size})",
             )
+        check_name(self.tokenizer.path, f"{where}: tokenizer.path")
         check("train" in self.splits, "splits", sorted(self.splits), "train among them")
         for name, split in self.splits.items():
+            check_name(name, f"{where}: a name among splits")
             for key, value in dataclasses.asdict(split).items():
                 check(value >= 0, f"splits.{name}.{key}", value, "an integer >= 0")
-            total = split.tokens - split.dropped_tokens + split.padded_tokens
+            lost = split.dropped_tokens + split.cropped_tokens
+            total = split.tokens - lost + split.padded_tokens
             key, value = f"splits.{name}.rows", split.rows
             check(value > 0, key, value, "at least 1")
-            rule = f"(tokens - dropped + padded) / row_tokens = {total} / {self.row_tokens}"
+            rule = (
+                f"(tokens - dropped - cropped + padded) / row_tokens = {total} / {self.row_tokens}"
+            )
             check(value * self.row_tokens == total, key, value, rule)
             expected = f"below the vocabulary size {vocab_size}"
             check(split.max_id < vocab_size, f"splits.{name}.max_id", split.max_id, expected)
@@ -151,6 +167,8 @@ class ShardFile:
     hash: str
     """xxh3_64 of the file on disk, hexadecimal."""
     compression: str | None
+    raw_path: Path
+    """Of the uncompressed shard; `path` where it is stored so."""
     raw_bytes: int
     raw_hash: str
     rows: int
@@ -180,7 +198,7 @@ def read_manifest(folder: str | Path, *, shards_are_local: bool = True) -> Manif
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise ConfigError(_why_missing(folder))
-    manifest = parse_manifest(path.read_text(encoding="utf-8"), str(path))
+    manifest = read_manifest_file(path)
     tokenizer = folder / manifest.tokenizer.path
     found = tokenizer_sha256(tokenizer)
     if found != manifest.tokenizer.sha256:
@@ -194,9 +212,9 @@ def read_manifest(folder: str | Path, *, shards_are_local: bool = True) -> Manif
     return manifest
 
 
-def parse_manifest(text: str, where: str) -> Manifest:
-    """The manifest in `text`, validated; `where` names its file in ConfigErrors."""
-    data = _parse_json(text, where)
+def read_manifest_file(path: Path) -> Manifest:
+    """The manifest in the file, checked against itself alone. Errors: ConfigError naming the file."""
+    data, where = read_json(path, mend=f"restore it or {_REBUILD}"), str(path)
     for key, kind in (("tokenizer", TokenizerInfo), ("splits", None)):
         if not isinstance(data.get(key), dict):
             raise ConfigError(
@@ -204,10 +222,10 @@ def parse_manifest(text: str, where: str) -> Manifest:
             )
         if kind is not None:
             data[key] = _from_dict(kind, data[key], f"{where}: {key}.")
-    splits = data["splits"].items()
-    data["splits"] = {
-        name: _from_dict(SplitInfo, value, f"{where}: splits.{name}.") for name, value in splits
-    }
+    for name, value in data["splits"].items():
+        if isinstance(value, dict):  # sets built before there was best-fit packing do not have it
+            value.setdefault("cropped_tokens", 0)
+        data["splits"][name] = _from_dict(SplitInfo, value, f"{where}: splits.{name}.")
     manifest: Manifest = _from_dict(Manifest, data, f"{where}: ")
     manifest.validate(where)
     return manifest
@@ -224,14 +242,15 @@ def read_shards(folder: str | Path, manifest: Manifest, split: str) -> list[Shar
         raise ConfigError(
             f"{path}: missing, though {MANIFEST_NAME} lists the split; restore it or {_REBUILD}"
         )
-    entries: Any = _parse_json(path.read_text(encoding="utf-8"), str(path)).get("shards")
+    entries: Any = read_json(path, mend=f"restore it or {_REBUILD}").get("shards")
     try:
         columns = {(*entry["column_names"], *entry["column_encodings"]) for entry in entries}
-        shards = [_shard_file(path.parent, entry) for entry in entries]
+        shards = [_shard_file(path, entry, manifest) for entry in entries]
     except (KeyError, TypeError) as error:
         raise ConfigError(
             f"{path}: not an MDS index with {HASH} hashes ({error!r}); {_REBUILD}"
         ) from error
+    _refuse_shared_files(path, shards)
     expected = manifest.splits[split]
     for what, found, wanted in (
         ("columns", columns, {(COLUMN, manifest.encoding)}),
@@ -269,16 +288,6 @@ def _why_missing(folder: Path) -> str:
     return f"{folder}: no {MANIFEST_NAME}; expected a data set written by data_prep/build_shards.py"
 
 
-def _parse_json(text: str, where: str) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not valid JSON ({error}); restore it or {_REBUILD}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where}: holds {type(data).__name__}, expected an object; {_REBUILD}")
-    return data
-
-
 def _from_dict(cls: type, data: dict[str, Any], where: str) -> Any:
     """An instance of the dataclass `cls`; ConfigError for keys missing, unknown or of another
     type."""
@@ -300,14 +309,43 @@ def _from_dict(cls: type, data: dict[str, Any], where: str) -> Any:
     return cls(**data)
 
 
-def _shard_file(folder: Path, entry: dict[str, Any]) -> ShardFile:
+def _shard_file(index: Path, entry: dict[str, Any], manifest: Manifest) -> ShardFile:
+    """What index.json says of a shard. Errors: ConfigError; KeyError and TypeError for what is no entry."""
     raw, stored = entry["raw_data"], entry["zip_data"] or entry["raw_data"]
+    for data in (raw, stored):
+        check_name(data["basename"], f"{index}: basename")
+    compression, rows = entry["compression"], entry["samples"]
+    for holds, key, value, expected in (
+        (entry["format"] == "mds", "format", entry["format"], "'mds'"),
+        (type(rows) is int and rows > 0, "samples", rows, "an integer >= 1"),
+        (type(raw["bytes"]) is int and 0 < raw["bytes"] < _MAX_SHARD_BYTES, "raw_data.bytes", raw["bytes"],
+         "an integer in [1, 2**32)"),
+        (type(stored["bytes"]) is int and stored["bytes"] > 0, "zip_data.bytes", stored["bytes"], "an integer >= 1"),
+        (isinstance(compression, str | None) and (compression is None) == (entry["zip_data"] is None),
+         "compression", compression, "a name where there is zip_data, else null"),
+    ):  # fmt: skip
+        if not holds:
+            raise ConfigError(f"{index}: {key} is {value!r}, expected {expected}; {_REBUILD}")
+    if rows * (4 + manifest.row_bytes) >= raw["bytes"]:  # an offset and the ids of each row, after a header
+        raise ConfigError(
+            f"{index}: {raw['basename']} has {rows} samples in {raw['bytes']} bytes, expected more than "
+            f"{4 + manifest.row_bytes} bytes for each; {_REBUILD}"
+        )
     return ShardFile(
-        path=folder / stored["basename"],
+        path=index.parent / stored["basename"],
         bytes=stored["bytes"],
         hash=stored["hashes"][HASH],
-        compression=entry["compression"],
+        compression=compression,
+        raw_path=index.parent / raw["basename"],
         raw_bytes=raw["bytes"],
         raw_hash=raw["hashes"][HASH],
-        rows=entry["samples"],
+        rows=rows,
     )
+
+
+def _refuse_shared_files(index: Path, shards: list[ShardFile]) -> None:
+    """ConfigError where two shards, or a shard and the index, are one file: a cache would remove it for the other."""
+    names = [name for s in shards for name in {s.path, s.raw_path}]
+    twice = {name for name, group in itertools.groupby(sorted([*names, index])) if len([*group]) > 1}
+    if twice:
+        raise ConfigError(f"{index}: basename {min(twice).name!r} is given twice; {_REBUILD}")

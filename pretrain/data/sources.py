@@ -11,10 +11,18 @@ from streaming.base.format import Reader
 from streaming.base.storage import CloudDownloader
 
 from pretrain.config.schema import Config, SourceConfig
-from pretrain.data.manifest import MANIFEST_NAME, Manifest, ShardFile, parse_manifest, read_manifest, read_shards
+from pretrain.data.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    ShardFile,
+    read_manifest,
+    read_manifest_file,
+    read_shards,
+)
 from pretrain.data.node import NodeFolder
 from pretrain.data.place import DataPlace, Node
 from pretrain.errors import ConfigError, DataError
+from pretrain.foreign import path_below
 from pretrain.preflight import preflight_data
 
 logger = logging.getLogger(__name__)
@@ -57,10 +65,12 @@ def _prepare(cfg: Config, folder: NodeFolder | None) -> None:
     preflight_data(cfg)
     check_local_shards(cfg)
     for source in cfg.data.all_sources:
-        if source.remote is not None and folder is not None:
+        if source.remote is not None:
             manifest = read_manifest(source.path)
             for shard in (s for split in manifest.splits for s in read_shards(source.path, manifest, split)):
-                _remove_if_broken(shard)
+                _check_cached(source, shard)
+                if folder is not None:
+                    _remove_if_broken(shard)
 
 
 def check_local_shards(cfg: Config) -> None:
@@ -96,10 +106,16 @@ def _check_local(source: SourceConfig, shard: ShardFile) -> None:
     shard.check_size()
 
 
+def _check_cached(source: SourceConfig, shard: ShardFile) -> None:
+    """The files that streaming writes and removes lie in the cache."""
+    cache = Path(source.path)
+    for path in (shard.path, shard.raw_path):
+        path_below(cache, str(path.relative_to(cache)), f"{cache}: a shard of its index.json")
+
+
 def _remove_if_broken(shard: ShardFile) -> None:
     """Removes a cached shard that has not its size, packed or not: it will be downloaded again."""
-    raw = shard.path if shard.compression is None else shard.path.with_suffix("")
-    for path, size in ((shard.path, shard.bytes), (raw, shard.raw_bytes)):
+    for path, size in ((shard.path, shard.bytes), (shard.raw_path, shard.raw_bytes)):
         if path.is_file() and path.stat().st_size != size:
             logger.warning("%s: removed from the cache: expected %d bytes, found %d", path, size, path.stat().st_size)
             path.unlink()
@@ -108,15 +124,14 @@ def _remove_if_broken(shard: ShardFile) -> None:
 def _fetch_metadata(source: SourceConfig, remote: str) -> None:
     """Downloads manifest, tokenizer and indexes into the cache folder, as far as they are not there."""
     _fetch(source, remote, MANIFEST_NAME)
-    path = Path(source.path) / MANIFEST_NAME
-    manifest = parse_manifest(path.read_text(encoding="utf-8"), str(path))
+    manifest = read_manifest_file(Path(source.path) / MANIFEST_NAME)
     names = [f"{manifest.tokenizer.path}/{name}" for name in TOKENIZER_FILES]
     for name in [*names, *(f"{split}/index.json" for split in manifest.splits)]:
         _fetch(source, remote, name)
 
 
 def _fetch(source: SourceConfig, remote: str, name: str) -> None:
-    path = Path(source.path) / name
+    path = path_below(Path(source.path), name, f"{source.path}: a file of its {MANIFEST_NAME}")
     if path.is_file():
         return
     part = path.with_name(f"{path.name}.{os.getpid()}.part")

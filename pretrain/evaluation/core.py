@@ -12,7 +12,6 @@ Centred accuracy = (accuracy - random) / (1 - random): 0 at chance, 1 if everyth
 from __future__ import annotations
 
 import csv
-import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from yaml import YAMLError
 
 from pretrain.errors import ConfigError
 from pretrain.evaluation.requests import Encoder, Request, Scores, common_prefix, common_suffix
+from pretrain.foreign import check_name, parse_json
 
 ORDER_SEED, SHOTS_SEED = 1337, 1234
 """nanochat's: which items a limited run takes, and (plus the item's number) which examples precede an item."""
@@ -146,7 +146,7 @@ def _read_baselines(path: Path) -> dict[str, float]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             baselines = {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(file)}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, csv.Error) as error:
         raise ConfigError(
             f"{path}: expected columns `Eval Task` and `Random baseline` with a number ({error!r})"
         ) from error
@@ -158,14 +158,11 @@ def _read_baselines(path: Path) -> dict[str, float]:
 
 def _read_items(path: Path, kind: str) -> list[dict[str, Any]]:
     items = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
-        try:
-            item = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{where}: not JSON ({error})") from error
+        item = parse_json(line, where, mend="mend the line")
         _check_item(item, kind, where)
         items.append(item)
     return items
@@ -184,7 +181,7 @@ def _check_item(item: Any, kind: str, where: str) -> None:
                 raise ConfigError(f"{where}: {name}={value!r}: expected a list of texts")
         elif name != "gold" and not isinstance(value, str):
             raise ConfigError(f"{where}: {name}={value!r}: expected a text")
-    if options is not None and item["gold"] not in range(len(item[options])):
+    if options is not None and (type(item["gold"]) is not int or item["gold"] not in range(len(item[options]))):
         raise ConfigError(f"{where}: gold={item['gold']!r}: expected the place of one of {options}, from 0")
 
 
@@ -194,7 +191,7 @@ def _read_task(bundle: Path, entry: _Entry, baselines: dict[str, float], limit: 
         raise ConfigError(f"{where}: {label}: icl_task_type={entry.kind!r}: expected {', '.join(FIELDS)}")
     if label not in baselines:
         raise ConfigError(f"{bundle / 'eval_meta_data.csv'}: no line for the task {label!r}")
-    path = bundle / "eval_data" / entry.uri
+    path = bundle / "eval_data" / check_name(entry.uri, f"{where}: {label}: dataset_uri")
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; the task {label!r} of {where} reads it")
     items = _read_items(path, entry.kind)

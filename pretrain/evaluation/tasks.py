@@ -13,7 +13,6 @@ belong to another metric and are left out.
 from __future__ import annotations
 
 import gzip
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from pretrain.errors import ConfigError
 from pretrain.evaluation.requests import Encoder, Request, Scores
+from pretrain.foreign import files_below, parse_json
 
 REQUEST_FILES = ("requests.jsonl", "requests.jsonl.gz")
 FIRST_UNCONDITIONAL_DOCUMENT = 1_000_000
@@ -125,11 +125,14 @@ class TextTask:
 def read_text_task(path: Path) -> TextTask:
     """The text of a file, or of all *.txt below a folder. Errors: ConfigError where there is none, or no UTF-8."""
     texts = []
-    for file in sorted(path.rglob("*.txt")) if path.is_dir() else [path]:
+    files = [file for file in files_below(path) if file.suffix == ".txt"] if path.is_dir() else [path]
+    for file in files:
         try:
-            texts.append(file.read_text(encoding="utf-8"))
+            texts.append(file.read_bytes().decode())  # bits per byte count the file's own line ends
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file}: not a text in UTF-8 ({error})") from error
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
     if not any(texts):
         raise ConfigError(f"{path}: no text; expected a file or a folder with *.txt that are not empty")
     return TextTask(path.name, texts)
@@ -167,9 +170,9 @@ def _read_lines(path: Path) -> Iterator[tuple[int, Any, Line]]:
     """(number of the choice, label, what is asked) of each line."""
     number = 0
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            for number, text in enumerate(file, start=1):  # noqa: B007 - errors name it
-                row = json.loads(text)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, text in enumerate(file, start=1):  # of bytes: JSON may hold what text files take for line ends
+                row = parse_json(text, f"{path}, line {number}: not a request", mend="mend the line")
                 line = Line(int(row["doc_id"]), row["request"]["context"], row["request"]["continuation"])
                 if not isinstance(line.context, str) or not isinstance(line.continuation, str) or not line.continuation:
                     raise ValueError("context and continuation: expected texts, the second not empty")
@@ -186,6 +189,7 @@ def _request_file(root: Path, name: str) -> Path:
     found = [root / name / file for file in REQUEST_FILES if (root / name / file).is_file()]
     if found:
         return found[0]
-    known = sorted({str(p.parent.relative_to(root)) for file in REQUEST_FILES for p in root.rglob(file)})
+    paths = files_below(root)
+    known = sorted({str(p.parent.relative_to(root)) for file in REQUEST_FILES for p in paths if p.name == file})
     nearest = [k for k in known if k.startswith(f"{name}/")] or known
     raise ConfigError(f"unknown task {name!r}: {root} has {', '.join(nearest) or 'no folder with requests.jsonl[.gz]'}")

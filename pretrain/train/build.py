@@ -199,7 +199,7 @@ def _built(
             sampler.load_state_dict(state.sampler)
             loader.load_state_dict(state.data)
         saver = CheckpointWriter(folder, cfg.checkpoint, dump_config(cfg), ranks, timeout_sec=cfg.parallel.timeout_sec)
-        validation_rows = ValidationRows(cfg, place, reads=reads)
+        held_out = ValidationRows(cfg, place, reads=reads) if cfg.validation.rows else None
         runner = make_runner(cfg, engine, layout, sampler, loader)
         # From here on the folder changes: what can fail has been tried. Checkpoints that are later than the start go
         # first, since a start that ends in between would go on from one of them, with its rows removed.
@@ -210,9 +210,9 @@ def _built(
             *([Ownership(lock)] if layout.is_main else []),
             Rewind(folder, ranks, saver, placement),
             *(_reports(cfg, layout, folder, writer) if writer is not None else []),
-            Validation(validation_rows, loader.bos_id),
+            *([Validation(held_out, loader.bos_id)] if held_out is not None else []),
             *([Evaluation(cfg)] if cfg.evaluation.tasks else []),
-            Probe(validation_rows, loader.bos_id, folder),
+            *([Probe(held_out, loader.bos_id, folder)] if held_out is not None else []),
             Checkpointing(saver, placement, writer),
         ]
         yield Trainer(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pretrain.errors import CheckpointError
+from pretrain.foreign import parse_json
 
 _KINDS = {int: "an integer >= 0", dict: "an object", list: "a list"}
 
@@ -65,10 +66,7 @@ class TrainState:
 
         Errors: CheckpointError for a field that is unknown, missing or of another type.
         """
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise CheckpointError(f"{where}: not valid JSON ({error})") from error
+        data = parse_json(text.encode(), where, CheckpointError, "the file is damaged")
         if not isinstance(data, dict):
             raise CheckpointError(f"{where}: holds {type(data).__name__}, expected an object")
         own = {name: type(value) for name, value in dataclasses.asdict(cls()).items()}

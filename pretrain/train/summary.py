@@ -35,6 +35,7 @@ def summary(cfg: Config, model: nn.Module, world_size: int) -> str:
         "compute": f"{model_work / cfg.tokens_per_step / 1e9:.4g} GFLOP per token "
         f"({hardware_work / cfg.tokens_per_step / 1e9:.4g} with recomputation), "
         f"{model_work * cfg.total_steps:.3g} FLOP in all",
+        "validation": _validation(cfg),
         "layout": f"{world_size} processes = tensor {tensor} x pipeline {pipeline} x data {data}, "
         f"ZeRO {max(1, cfg.zero.stage)}",
         "precision": f"{cfg.train.precision} products; fp32 parameters, gradients and optimizer state",
@@ -43,3 +44,10 @@ def summary(cfg: Config, model: nn.Module, world_size: int) -> str:
         "checkpoint": f"{checkpoint_bytes(cfg) / 2**20:,.1f} MiB",
     }
     return "\n".join(f"{name:<11} {text}" for name, text in lines.items())
+
+
+def _validation(cfg: Config) -> str:
+    if cfg.validation.rows == 0:
+        return "none (validation.rows=0): no validation loss, no probe of the state; tools that compare losses need one"
+    every = cfg.validation.every_steps
+    return f"{cfg.validation.rows} rows " + ("at the end" if every is None else f"every {every:,} steps and at the end")

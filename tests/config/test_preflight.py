@@ -32,10 +32,11 @@ def write_data_set(
         dtype=dtype, row_tokens=row_tokens, tokenizer=info, splits=dict.fromkeys(splits, split), source={}, seed=0
     )
     (folder / "manifest.json").write_text(manifest.to_json())
-    raw = {"basename": "shard.00000.mds", "bytes": 1, "hashes": {HASH: "0"}}
+    size = 1 + rows * (4 + manifest.row_bytes)
+    raw = {"basename": "shard.00000.mds", "bytes": size, "hashes": {HASH: "0"}}
     entry: dict[str, Any] = {
         "column_names": [COLUMN], "column_encodings": [manifest.encoding], "samples": rows, "compression": None,
-        "raw_data": raw, "zip_data": None,
+        "format": "mds", "raw_data": raw, "zip_data": None,
     }  # fmt: skip
     for name in splits:
         (folder / name).mkdir()

@@ -309,6 +309,80 @@ def test_bad_and_empty_documents(
     assert "a.jsonl, document at" in output
 
 
+UNENCODABLE = {
+    "blanks": "word " + " " * 1_000_000 + "word",
+    "tabs": "word " + "\t" * 1_000_000 + "word",
+}
+
+
+@pytest.mark.parametrize("text", UNENCODABLE.values(), ids=UNENCODABLE.keys())
+def test_documents_that_a_library_cannot_take(
+    make_settings: MakeSettings, tmp_path: Path, text: str
+) -> None:
+    source = write_documents(tmp_path / "a.jsonl", [*make_documents(20), text, *make_documents(20)])
+    settings = make_settings(inputs=(str(source),), validation_fraction=0.0, unit_bytes=1 << 24)
+    expected = r"a\.jsonl, document at \d+: cannot be encoded \(ValueError: .*--on-bad-document skip"
+    with pytest.raises(DataError, match=expected):
+        build(settings)
+    shutil.rmtree(tmp_path / "set.partial")
+    manifest = build(replace(settings, on_bad_document="skip"))
+    assert manifest.splits["train"].documents == 40
+    assert manifest.source["bad_documents"] == 1
+
+
+def test_a_library_that_panics_on_a_document(
+    make_settings: MakeSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Panics of Rust are BaseExceptions; an interrupt is one too, and ends the build."""
+
+    class Panic(BaseException):
+        pass
+
+    settings = make_settings(
+        inputs=(str(write_documents(tmp_path / "a.jsonl", make_documents(30))),),
+        validation_fraction=0.0, on_bad_document="skip",
+    )  # fmt: skip
+    raised: list[BaseException] = [Panic("index out of bounds")]
+
+    def fails(*_: object, **__: object) -> None:
+        raise raised[0]
+
+    monkeypatch.setattr("tiktoken.Encoding.encode_to_numpy", fails)
+    with pytest.raises(ConfigError, match="train has 0 tokens"):
+        build(settings)
+    record = json.loads((tmp_path / "set.partial/records/encode_000000.json").read_text())
+    assert record["bad_documents"] > 1
+    assert "cannot be encoded (Panic: index out of bounds)" in record["bad_examples"][0]
+    shutil.rmtree(tmp_path / "set.partial")
+    raised[0] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        build(settings)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "records/encode_000000.json"])
+def test_damaged_notes_of_a_build_are_named(make_settings: MakeSettings, name: str) -> None:
+    settings = make_settings(row_tokens=100_000, bucket_tokens=400_000)
+    with pytest.raises(ConfigError, match="less than one row"):
+        build(settings)
+    path = settings.out.with_name("set.partial") / name
+    path.write_bytes(path.read_bytes()[:-3] + b"\xff")
+    with pytest.raises((ConfigError, DataError), match=rf"{name}: not valid JSON .*; remove"):
+        build(settings)
+
+
+def test_the_tokenizer_of_a_set_feeds_generation(make_settings: MakeSettings) -> None:
+    from transformers import AutoTokenizer
+
+    settings = make_settings()
+    build(settings)
+    tokenizer = AutoTokenizer.from_pretrained(settings.out / "tokenizer")
+    batch = tokenizer(["the loop", "reads its own state"], padding=True)
+    assert set(batch) == {"input_ids", "attention_mask"}
+    assert tokenizer.model_max_length == 32
+    assert batch["input_ids"][0][0] == tokenizer.pad_token_id, "padding is on the left"
+    assert batch["input_ids"][1][0] == tokenizer.bos_token_id
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -367,5 +441,5 @@ def test_manifest_json_is_the_contract(built: Path) -> None:
     assert saved["tokenizer"]["path"] == "tokenizer"
     assert saved["dtype"] == "uint16"
     assert set(saved["splits"]["validation"]) == {
-        "documents", "tokens", "rows", "dropped_tokens", "padded_tokens", "max_id", "shards"
+        "documents", "tokens", "rows", "dropped_tokens", "cropped_tokens", "padded_tokens", "max_id", "shards"
     }  # fmt: skip

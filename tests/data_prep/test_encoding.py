@@ -111,6 +111,25 @@ def test_tokenizers_of_other_kinds_are_refused(tokenizer: Path, tmp_path: Path) 
         Encoder(folder)
 
 
+@pytest.mark.parametrize("name", ["bos_token", "eos_token", "pad_token"])
+@pytest.mark.parametrize("token", ["e", {"content": "e"}])
+def test_special_tokens_that_are_ordinary_ones_are_refused(
+    tokenizer: Path, tmp_path: Path, name: str, token: object
+) -> None:
+    folder = save_tokenizer(tmp_path / "x", Tokenizer.from_file(str(tokenizer / "tokenizer.json")))
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {name: token}))
+    with pytest.raises(ConfigError, match=rf"{name} 'e' is an ordinary token of the vocabulary"):
+        Encoder(folder)
+    path.write_text(json.dumps(config | {name: ["e"]}))
+    with pytest.raises(ConfigError, match=rf"{name} is \['e'\], expected a string or null"):
+        Encoder(folder)
+    path.write_bytes(b'{"bos_token": "\xff"}')
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: not valid JSON"):
+        Encoder(folder)
+
+
 def test_gpt2_pre_tokenizer_is_understood(tokenizer: Path, tmp_path: Path) -> None:
     saved = json.loads((tokenizer / "tokenizer.json").read_text())
     saved["pre_tokenizer"] = {

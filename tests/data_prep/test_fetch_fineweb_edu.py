@@ -162,3 +162,38 @@ def test_mirror_that_does_not_fit(
     with pytest.raises(ConfigError, match=r"GB to fetch, 0\.0 GB free"):
         fetch_from_mirror("sample-10BT", tmp_path / "full", mirror, copy=True)
     fetch_from_mirror("sample-10BT", tmp_path / "linked", mirror)
+
+
+@pytest.mark.parametrize(
+    "name", ["sample/10BT/../../../evil.parquet", "sample/10BT/a\nb.parquet", "sample/10BT/..\\e.parquet"]
+)
+def test_a_hub_names_files_below_the_folder(hub: Hub, tmp_path: Path, name: str) -> None:
+    (hub.folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (hub.folder / name).write_text("evil")
+    hub.files.append(name)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=r"a file's name is .*expected a relative path below its folder"):
+        fetch_from_hub("sample-10BT", tmp_path / "out", endpoint=hub.url)
+    assert sorted(tmp_path.rglob("*")) == before and not hub.served
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_links_in_a_mirror_and_in_what_was_fetched(mirror: Path, tmp_path: Path, copy: bool) -> None:
+    (mirror / "sample").rename(tmp_path / "other_disk")
+    (mirror / "sample").symlink_to(tmp_path / "other_disk")
+    (mirror / "data" / "gone.parquet").symlink_to("nowhere")  # another subset's
+    out = tmp_path / "out"
+    assert len(fetch_from_mirror("sample-10BT", out, mirror, copy=copy)) == 2
+    with pytest.raises(ConfigError, match=r"gone\.parquet: a link that leads nowhere"):
+        fetch_from_mirror("default", tmp_path / "default", mirror, copy=copy)
+    first = out / "sample" / "10BT" / "000.parquet"
+    first.unlink()
+    first.symlink_to("nowhere")  # of a mirror that has moved
+    fetch_from_mirror("sample-10BT", out, mirror, copy=copy)
+    assert first.is_file() and not (out / FETCH_INCOMPLETE).exists()
+    (tmp_path / "elsewhere" / "10BT").mkdir(parents=True)
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "sample").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"linked/sample/10BT/000\.parquet leads out of .*linked through a symbolic"):
+        fetch_from_mirror("sample-10BT", tmp_path / "linked", mirror, copy=copy)
+    assert not list((tmp_path / "elsewhere" / "10BT").iterdir())

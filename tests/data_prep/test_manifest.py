@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pretrain.data.manifest import (
-    parse_manifest,
     read_manifest,
+    read_manifest_file,
     read_shards,
     token_dtype,
     tokenizer_sha256,
@@ -47,7 +47,7 @@ def test_reading_needs_neither_torch_nor_streaming(built: Path) -> None:
 
 def test_round_trip(built: Path) -> None:
     manifest = read_manifest(built)
-    assert parse_manifest(manifest.to_json(), "here") == manifest
+    assert read_manifest_file(built / "manifest.json") == manifest
     assert manifest.context_length == 32
     assert manifest.encoding == "ndarray:uint16:33"
     assert manifest.tokenizer.sha256 == tokenizer_sha256(built / "tokenizer")

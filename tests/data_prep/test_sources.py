@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib import metadata
 from pathlib import Path
 
@@ -91,6 +92,8 @@ def test_truncated_parquet_is_refused_before_the_build(tmp_path: Path) -> None:
         (b'{"body": "x"}', "no key 'text'"),
         (b'{"text": null}', "NoneType, expected a string"),
         (b'{"text": "\\ud83d"}', "no UTF-8 form"),
+        (b"[" * 200_000 + b"]" * 200_000, "not a JSON object (maximum recursion depth"),
+        (b'{"text": "x", "id": 1' + b"0" * 5_000 + b"}", "not a JSON object"),
     ],
 )
 def test_bad_document_carries_its_problem(tmp_path: Path, line: bytes, problem: str) -> None:
@@ -101,6 +104,42 @@ def test_bad_document_carries_its_problem(tmp_path: Path, line: bytes, problem: 
     assert (first.text, last.text) == ("good", "also good")
     assert problem in bad.problem
     assert bad.position == 17
+
+
+def test_lines_of_jsonl_end_with_newlines_alone(tmp_path: Path) -> None:
+    text = "a\u2028b\u2029c\x85d\x0be\x0cf"
+    lines = [json.dumps({"text": f"{text}{i}"}, ensure_ascii=False) for i in range(3)]
+    (tmp_path / "a.jsonl").write_text("\r\n".join(lines), encoding="utf-8", newline="")
+    # What a document cannot hold by the rules of JSON, a raw end of line, is that document's problem.
+    assert [found for _, _, found in read_all([str(tmp_path)])] == [f"{text}{i}" for i in range(3)]
+
+
+def test_parquet_strings_that_are_not_utf8(tmp_path: Path) -> None:
+    texts = pyarrow.array([b"good", b"caf\xff", b"also good"], pyarrow.binary())
+    table = pyarrow.table({"text": pyarrow.StringArray.from_buffers(3, texts.buffers()[1], texts.buffers()[2])})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    first, bad, last = read_unit(plan_units(find_files([str(tmp_path)]), 1 << 20)[0], FORMAT)
+    assert (first.text, last.text) == ("good", "also good")
+    assert bad.position == 1 and "not UTF-8 (invalid start byte at byte 3 of the document)" in bad.problem
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.json.gz", "a.json.zst", "a.parquet"])
+def test_empty_files_that_cannot_be_empty(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    for source in (tmp_path, tmp_path / name):
+        with pytest.raises(ConfigError, match=rf"{name}: (empty, expected|not a complete parquet)"):
+            find_files([str(source)])
+
+
+def test_linked_folders_are_sources(tmp_path: Path) -> None:
+    for name in ("set/a.jsonl", "elsewhere/deep/b.jsonl", "elsewhere/.hidden/c.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        write_documents(tmp_path / name, [name])
+    (tmp_path / "set" / "linked").symlink_to(tmp_path / "elsewhere")
+    assert [file.name for file in find_files([str(tmp_path / "set")])] == ["a.jsonl", "linked/deep/b.jsonl"]
+    (tmp_path / "set" / "gone.jsonl").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=r"gone\.jsonl: a link that leads nowhere \(to nowhere\)"):
+        find_files([str(tmp_path / "set")])
 
 
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:

@@ -105,6 +105,45 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         open_tasks([f"text:{tmp_path / 'text.txt'}"], None, None, None)
 
 
+LINE_ENDS = "a\u2028b\u2029c\x85d\x0be\x0cf\x1eg"
+"""What str.splitlines takes for ends of lines, and JSON for text."""
+
+
+def test_line_ends_of_unicode_are_text(bundle: Path, tmp_path: Path) -> None:
+    path = bundle / "eval_data" / "some" / "language_modeling.jsonl"
+    items = [{"context": LINE_ENDS, "continuation": f"x{i}"} for i in range(3)]
+    path.write_text("\r\n".join(json.dumps(item, ensure_ascii=False) for item in items), encoding="utf-8", newline="")
+    assert sorted(item["continuation"] for item in read_core(bundle)[2].items) == ["x0", "x1", "x2"]
+    assert read_core(bundle)[2].items[0]["context"] == LINE_ENDS
+    row = json.dumps(request(0, 0, LINE_ENDS), ensure_ascii=False)
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "requests.jsonl").write_text(row.replace("{", "{\r", 1) + "\n", encoding="utf-8", newline="")
+    assert read_request_task(tmp_path, "task").lines[0].continuation == LINE_ENDS
+    (tmp_path / "text.txt").write_bytes(b"one\r\ntwo\rthree\x0c")
+    (task,) = open_tasks([f"text:{tmp_path / 'text.txt'}"], None, None, None)
+    assert isinstance(task, TextTask) and task.texts == ["one\r\ntwo\rthree\x0c"]
+
+
+@pytest.mark.parametrize("uri", ["../../secret.jsonl", "/etc/passwd", "some/../../../secret.jsonl", "C:\\x"])
+def test_a_bundle_reads_its_own_files(bundle: Path, uri: str) -> None:
+    text = (bundle / "core.yaml").read_text()
+    (bundle / "core.yaml").write_text(text.replace("some/schema.jsonl", f"'{uri}'"))
+    with pytest.raises(ConfigError, match=r"core\.yaml: my_schema: dataset_uri is .*, expected a relative path below"):
+        read_core(bundle)
+
+
+def test_texts_in_linked_folders_are_read(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.txt").write_text("linked")
+    (tmp_path / "texts" / "link").symlink_to(tmp_path / "other")
+    (task,) = open_tasks([f"text:{tmp_path / 'texts'}"], None, None, None)
+    assert isinstance(task, TextTask) and task.texts == ["linked"]
+    (tmp_path / "texts" / "gone.txt").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=r"gone\.txt: a link that leads nowhere"):
+        open_tasks([f"text:{tmp_path / 'texts'}"], None, None, None)
+
+
 def test_unknown_names(tmp_path: Path) -> None:
     write_requests(tmp_path / "piqa" / "rc", [request(0, 0, " a")])
     write_requests(tmp_path / "sciq" / "rc", [request(0, 0, " a")])
@@ -210,7 +249,10 @@ def test_a_broken_bundle(bundle: Path) -> None:
     for text, message in (
         ('{"continuation": "x", "gold": 0}', "line 1: no field 'context_options'"),
         ('{"context_options": ["a", "b"], "continuation": "x", "gold": 2}', "line 1: gold=2: expected the place"),
-        ('\n{"context_options":', "line 2: not JSON"),
+        ('\n{"context_options":', "line 2: not valid JSON"),
+        ("[" * 100_000, "line 1: not valid JSON"),
+        ('{"context_options": ["\\ud800", "b"], "continuation": "x", "gold": 0}', "line 1: not valid JSON"),
+        ('{"context_options": ["a", "b"], "continuation": "x", "gold": 1.0}', "line 1: gold=1.0: expected the place"),
         ("5", "line 1: no field 'context_options'"),
         ('{"context_options": "ab", "continuation": "x", "gold": 0}', "line 1: context_options='ab': expected a list"),
         ('{"context_options": ["a"], "continuation": null, "gold": 0}', "line 1: continuation=None: expected a text"),

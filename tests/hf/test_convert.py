@@ -14,11 +14,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
+from pretrain.config.load import load_config
 from pretrain.errors import CheckpointError
 from pretrain.train.checkpoint.find import open_checkpoint
-from tests.hf.models import CONTEXT, VOCAB_OF_TEXT, layers, save_run
-from tests.model.tiny import FAMILIES
+from tests.hf.models import CONTEXT, VOCAB_OF_TEXT, hf_model, layers, save_run
+from tests.model.tiny import FAMILIES, random_model, tiny_config
 from tests.train.forked import train
 from tools import convert_from_hf, convert_to_hf, generate, hf_check, hf_folder
 
@@ -278,3 +280,34 @@ def test_a_tokenizer_without_special_tokens_and_a_damaged_one(
     (folder / "tokenizer.json").write_text(json.dumps(data)[:99])
     assert convert_to_hf.main([str(run), str(tmp_path / "new"), "--tokenizer", str(folder)]) == 2
     assert f"{folder}: its tokenizer cannot be read" in capsys.readouterr().err
+
+
+def test_the_tokenizer_of_a_data_set_feeds_generation(text_config: Path) -> None:
+    """As an exported model's own does: ids and mask alone, padding on the left."""
+    data = Path(load_config(text_config).data.all_sources[0].path)
+    native = random_model(tiny_config("parcae", vocab_size=VOCAB_OF_TEXT, context_length=CONTEXT))
+    for folder in (data / "tokenizer", data.parent / "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        batch = tokenizer(["the loop", "reads its own state twice"], padding=True, return_tensors="pt")
+        together = hf_model(native).generate(**batch, max_new_tokens=4, do_sample=False)
+        alone = hf_model(native).generate(
+            **tokenizer(["the loop"], return_tensors="pt"), max_new_tokens=4, do_sample=False
+        )
+        assert together[0, -4:].tolist() == alone[0, -4:].tolist()
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", "a\\..\\b", "C:x", 3, None])
+def test_an_index_of_shards_names_files_beside_it(name: object, tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match=r"weight_map: a file is .*expected a relative path below its folder"):
+        hf_folder.read_safetensors(folder)
+    index.write_text(json.dumps({"weight_map": {"a": "shard.safetensors"}}))
+    (folder / "shard.safetensors").symlink_to("../model.safetensors")  # as all files of the hub's cache are
+    assert hf_folder.read_safetensors(folder)["a"].tolist() == [0.0]
+    index.write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"index\.json: not valid JSON"):
+        hf_folder.read_safetensors(folder)

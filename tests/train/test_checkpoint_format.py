@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import xxhash
 from torch import nn
 
 from pretrain.errors import CheckpointError
 from pretrain.train.checkpoint.find import open_checkpoint
 from pretrain.train.checkpoint.folders import checkpoints_folder, step_folder
 from pretrain.train.checkpoint.format import (
+    MANIFEST_NAME,
     PARAMETER,
     StoredSlice,
     StoredTensor,
     TensorSlice,
+    file_record,
     overlap,
     read_manifest,
     untiled,
@@ -103,6 +109,68 @@ def test_a_missing_slice_fails_the_save(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"step 2 was not saved.*core\.0\.\w+\.weight \(parameter\).*not tiled"):
         writer(tmp_path).save(list(slices(2, 2))[1:], state(2))
     assert sorted(p.name for p in checkpoints_folder(tmp_path).iterdir()) == ["latest", "step_00000001"]
+
+
+def rewritten(folder: Path, name: str, change: Callable[[Any], None]) -> None:
+    """A stranger's checkpoint: a file changed, and the manifest made to fit it again."""
+    data = json.loads((folder / name).read_text())
+    change(data)
+    if name == MANIFEST_NAME:
+        data.pop("self")
+    else:
+        (folder / name).write_text(json.dumps(data))
+        record = file_record(folder / name)
+        data = json.loads((folder / MANIFEST_NAME).read_text())
+        data.pop("self")
+        data["files"][name] = {"bytes": record.bytes, "xxh3_64": record.xxh3_64}
+    whole = data | {"self": xxhash.xxh3_64_hexdigest(json.dumps(data))}
+    (folder / MANIFEST_NAME).write_text(json.dumps(whole, indent=1) + "\n")
+
+
+@pytest.mark.parametrize("file", ["../../secret", "/etc/passwd", "..", "a\\..\\b", "C:x", "a\nb", 3])
+def test_checkpoints_read_their_own_files(tmp_path: Path, file: Any) -> None:
+    save(tmp_path, 1)
+    folder = step_folder(checkpoints_folder(tmp_path), 1)
+    (tmp_path / "secret").write_text("secret")
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    if isinstance(file, str):
+        rewritten(folder, MANIFEST_NAME, lambda data: data["files"].update({file: {"bytes": 6, "xxh3_64": "0"}}))
+        with pytest.raises(CheckpointError, match=r"manifest\.json: a file is .*expected a relative path below"):
+            open_checkpoint(folder)
+
+    def change(index: Any) -> None:
+        kinds = next(iter(index["tensors"].values()))
+        next(iter(kinds.values()))["slices"][0]["file"] = file
+
+    rewritten(copy, "index.json", change)
+    with pytest.raises(CheckpointError, match=r"index\.json: file is .*expected a relative path below"):
+        open_checkpoint(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (MANIFEST_NAME, lambda data: data.update(step="1")),
+        (MANIFEST_NAME, lambda data: data.update(step=-1)),
+        (MANIFEST_NAME, lambda data: data["files"]["index.json"].update(bytes="9")),
+        ("index.json", lambda data: _first(data).update(dtype="load")),
+        ("index.json", lambda data: _first(data).update(dtype=3)),
+        ("index.json", lambda data: _first(data).update(shape="ab")),
+        ("index.json", lambda data: _first(data)["slices"][0].update(offset=[-1, 0])),
+        ("index.json", lambda data: _first(data)["slices"][0].update(shape=[1.5, 2])),
+        ("index.json", lambda data: _first(data).update(slices=None)),
+    ],
+)
+def test_checkpoints_of_other_types_are_refused(tmp_path: Path, name: str, change: Callable[[Any], None]) -> None:
+    save(tmp_path, 1)
+    folder = step_folder(checkpoints_folder(tmp_path), 1)
+    rewritten(folder, name, change)
+    with pytest.raises(CheckpointError, match=rf"{name}: (not a manifest|not an index)"):
+        open_checkpoint(folder)
+
+
+def _first(index: Any) -> Any:
+    return next(iter(next(iter(index["tensors"].values())).values()))
 
 
 def test_overlap() -> None:

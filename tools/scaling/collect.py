@@ -17,7 +17,7 @@ import pyarrow.parquet
 from pretrain.accounting import StepWork, model_flops
 from pretrain.config.load import diff_configs, load_config
 from pretrain.config.schema import Config
-from pretrain.data.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from pretrain.data.manifest import MANIFEST_NAME, Manifest, read_manifest_file
 from pretrain.errors import ConfigError, PretrainError
 from pretrain.planning import expected_work
 from pretrain.train.metrics import METRICS_NAME, read_metrics
@@ -165,6 +165,8 @@ def _rows(folder: Path, cfg: Config, planned: PlannedRun | None) -> tuple[list[R
     done = steps[-1]["step"] if steps else 0
     if done < cfg.total_steps:
         raise _OutError(f"incomplete: {done} of {cfg.total_steps} steps")
+    if cfg.validation.rows == 0:
+        raise _OutError("validation.rows=0: it trained without validation")
     if not validations or validations[-1]["step"] != cfg.total_steps:
         raise _OutError(f"no validation at its last step, {cfg.total_steps}")
     losses = {int(loops): loss for loops, loss in validations[-1]["val_loss"].items()}
@@ -251,10 +253,9 @@ def run_flops(cfg: Config, steps: Sequence[dict[str, Any]]) -> float:
 
 def _manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
-    try:
-        return parse_manifest(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        raise _OutError(f"its tokenizer is not known: data.path={folder}: {MANIFEST_NAME}: {error.strerror}") from error
+    if not path.is_file():
+        raise _OutError(f"its tokenizer is not known: data.path={folder}: no {MANIFEST_NAME}")
+    return read_manifest_file(path)
 
 
 def _size_name(cfg: Config) -> str:

@@ -20,7 +20,7 @@ from pretrain.accounting import model_flops
 from pretrain.config.bounds import require
 from pretrain.config.load import load_config
 from pretrain.config.schema import Config
-from pretrain.config.validate import validate
+from pretrain.config.validate import require_validation, validate
 from pretrain.errors import ConfigError
 from pretrain.files import write_text
 from pretrain.planning import expected_work
@@ -95,6 +95,8 @@ class Study:
         refuses, with the run's name.
         """
         bases = {config: load_config(config, self.overrides) for config in self.configs}
+        for base in bases.values():
+            require_validation(base, "`collect`")
         runs = [
             self._run(config, base, flops, mean_loops, seed)
             for config, base in bases.items() for flops in self.budgets for mean_loops in self.mean_loops

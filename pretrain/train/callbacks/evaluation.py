@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from pretrain.config.schema import Config
 from pretrain.data.sources import tokenizer_folder
+from pretrain.data.tokenizer_files import load_tokenizer
 from pretrain.evaluation.catalog import open_tasks
 from pretrain.evaluation.requests import Encoder
 from pretrain.evaluation.run import evaluate
@@ -23,7 +23,7 @@ class Evaluation(Callback):
 
     def __init__(self, cfg: Config) -> None:
         settings = cfg.evaluation
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder(cfg))
+        tokenizer = load_tokenizer(tokenizer_folder(cfg))
         self.encoder = Encoder(tokenizer, cfg.model.context_length)
         self.tasks = open_tasks(settings.tasks, settings.task_data, settings.core_bundle, settings.limit)
         self.num_loops = settings.num_loops or validation_loops(cfg)

@@ -16,6 +16,7 @@ import xxhash
 from safetensors.torch import save_file
 
 from pretrain.errors import CheckpointError
+from pretrain.foreign import check_name, parse_json
 
 FORMAT_VERSION = 1
 PARAMETER = "parameter"
@@ -98,17 +99,21 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of `folder`, unchanged to the last byte since it was written; CheckpointError otherwise."""
     path = folder / MANIFEST_NAME
-    text = _read_text(path)
+    content = _read_bytes(path)
     try:
-        data = json.loads(text)
+        data = parse_json(content, str(path), CheckpointError, "the file is damaged")
         version = data["format_version"]
-        files = {name: FileRecord(**record) for name, record in data["files"].items()}
+        records = data["files"].items()
+        files = {check_name(n, f"{path}: a file", CheckpointError): FileRecord(**record) for n, record in records}
         manifest = Manifest(data["step"], files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a manifest ({type(error).__name__}: {error})") from error
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{path}: format_version is {version}, this version reads {FORMAT_VERSION}")
-    if manifest.to_text() != text:
+    numbers = [manifest.step, *(record.bytes for record in files.values())]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise CheckpointError(f"{path}: not a manifest (the step or a number of bytes is no integer >= 0)")
+    if manifest.to_text().encode() != content:  # every byte counts
         raise CheckpointError(f"{path}: altered since it was written (its own hash does not match)")
     return manifest
 
@@ -171,17 +176,31 @@ def read_index(folder: Path) -> Index:
     """The index of `folder`; CheckpointError where it is not one. Its integrity is the manifest's affair."""
     path = folder / INDEX_NAME
     try:
-        tensors = json.loads(_read_text(path))["tensors"]
+        tensors = parse_json(_read_bytes(path), str(path), CheckpointError, "the file is damaged")["tensors"]
         return {
-            name: {kind: _stored_tensor(stored) for kind, stored in kinds.items()} for name, kinds in tensors.items()
+            name: {kind: _stored_tensor(stored, path) for kind, stored in kinds.items()}
+            for name, kinds in tensors.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not an index ({type(error).__name__}: {error})") from error
 
 
-def _stored_tensor(data: dict[str, Any]) -> StoredTensor:
-    slices = [StoredSlice(s["file"], s["key"], tuple(s["offset"]), tuple(s["shape"])) for s in data["slices"]]
-    return StoredTensor(data["dtype"], tuple(data["shape"]), slices)
+def _stored_tensor(data: dict[str, Any], path: Path) -> StoredTensor:
+    """Errors: CheckpointError for a file outside of the folder; KeyError, TypeError and ValueError for what is none."""
+    slices = [
+        StoredSlice(check_name(s["file"], f"{path}: file", CheckpointError), s["key"], _shape(s["offset"]),
+                    _shape(s["shape"]))
+        for s in data["slices"]
+    ]  # fmt: skip
+    if not isinstance(getattr(torch, data["dtype"], None), torch.dtype):
+        raise ValueError(f"{data['dtype']!r} is no type of torch's")
+    return StoredTensor(data["dtype"], _shape(data["shape"]), slices)
+
+
+def _shape(numbers: Any) -> Shape:
+    if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"{numbers!r} is no list of integers >= 0")
+    return tuple(numbers)
 
 
 def untiled(index: Index) -> Iterator[str]:
@@ -211,10 +230,10 @@ def _volume(box: Box) -> int:
     return math.prod(box[1])
 
 
-def _read_text(path: Path) -> str:
+def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes().decode()  # no translation of line ends: every byte counts
+        return path.read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error

@@ -63,7 +63,7 @@ class CheckpointReader:
     def state(self) -> TrainState:
         """The run's position."""
         path = self.folder / STATE_NAME
-        return TrainState.from_json(path.read_text(encoding="utf-8"), str(path))
+        return TrainState.from_json(path.read_text(encoding="utf-8", errors="replace"), str(path))
 
     def names(self, kind: str = PARAMETER) -> list[str]:
         """Names of the tensors of a kind, sorted."""

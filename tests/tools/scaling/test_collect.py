@@ -56,6 +56,7 @@ def test_unusable_runs_are_listed_with_reasons(written: Written, tmp_path: Path)
         "diverged: its last loss is not finite": other_run(tmp_path, name="nan", loss=lambda v: float("nan")),
         "is not below 8.318": other_run(tmp_path, name="high", loss=lambda v: 9.0),
         "a duplicate of": other_run(tmp_path, name="twice"),
+        "validation.rows=0: it trained without": other_run(tmp_path, "validation.rows=0", name="unvalidated"),
         "no validation loss at its mean loops, 5": other_run(tmp_path, "model.recurrence.mean_loops=5", name="mu5"),
         "not a run's folder": tmp_path / "data",
         "its tokenizer is not known": other_run(tmp_path, f"data.path={tmp_path}/gone", name="lost"),

@@ -130,6 +130,7 @@ def test_one_loop_is_exactly_one_and_gradients_follow_the_mean() -> None:
             "curriculum='linear': expected none",
         ),
         ({"configs": ["a/x.yaml", "b/x.yaml"]}, "different file names"),
+        ({"overrides": [*SMALL, "validation.rows=0"]}, "validation.rows=0: .*since `collect` compares"),
     ],
 )
 def test_refusals(settings: dict[str, Any], message: str) -> None:
