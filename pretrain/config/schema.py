@@ -308,7 +308,7 @@ class EvaluationConfig:
     """Benchmark tasks during the training (docs/evaluation.md)."""
 
     tasks: list[str] = field(default_factory=list)
-    """`core`, `text:PATH`, or folders of requests in `task_data`. Empty: none."""
+    """`core`, `text:PATH`, `depth:NAME`, or folders of requests in `task_data`. Empty: none."""
     every_steps: int | None = None
     """null: only at the end. 0 is refused."""
     task_data: str | None = None
@@ -318,7 +318,9 @@ class EvaluationConfig:
     num_loops: list[int] = field(default_factory=list)
     """Loop counts to score at. Empty: those of the validation."""
     limit: int | None = None
-    """Documents of each task. null: all."""
+    """Documents of each task; problems of each depth. null: all; 128."""
+    depths: list[int] = field(default_factory=list)
+    """Of the depth tasks. Empty: those of 1 .. 8, 10, 12, 16, 20, 24 and 32 that fit the context."""
     batch_tokens: int = 8_192
     """Tokens in a batch of a rank, padding included."""
 
@@ -326,7 +328,9 @@ class EvaluationConfig:
         for key in ("every_steps", "limit"):
             value = getattr(self, key)
             require(value is None or value >= 1, f"evaluation.{key}", value, "an integer >= 1, or null")
-        require(all(t >= 1 for t in self.num_loops), "evaluation.num_loops", self.num_loops, "integers >= 1")
+        for key in ("num_loops", "depths"):
+            value = getattr(self, key)
+            require(all(t >= 1 for t in value), f"evaluation.{key}", value, "integers >= 1")
         require(self.batch_tokens >= 1, "evaluation.batch_tokens", self.batch_tokens, "an integer >= 1")
 
 
