@@ -67,7 +67,7 @@ def build(settings: BuildSettings, processes: int = 1) -> Manifest:
     out = settings.out.absolute()
     partial = out.with_name(out.name + PARTIAL_SUFFIX)
     if settings.out.exists() and (not settings.out.is_dir() or any(settings.out.iterdir())):
-        manifest = _finished(settings.out, arguments)
+        manifest = finished(settings.out, arguments)
         shutil.rmtree(partial, ignore_errors=True)
         print(f"{settings.out} is complete")
         return manifest
@@ -112,7 +112,7 @@ def _arguments(
     }
 
 
-def _finished(out: Path, arguments: dict[str, Any]) -> Manifest:
+def finished(out: Path, arguments: dict[str, Any]) -> Manifest:
     """The manifest in `out`, if built with the same arguments; ConfigError for anything else."""
     if not (out / MANIFEST_NAME).is_file():
         raise ConfigError(f"{out}: exists and is not a data set; choose another --out or remove it")

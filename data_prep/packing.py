@@ -170,7 +170,7 @@ def pack_bucket(
             f"{folder}: id {max_id} among encoded documents, expected ids below the vocabulary "
             f"size {tokenizer.vocab_size}; {ANEW}"
         )
-    shards = _write_shards(settings, rows, folder)
+    shards = write_shards(settings, rows, folder)
     sync_folder(folder)
     return {
         "documents": len(lengths),
@@ -295,7 +295,7 @@ def _lower_bound(keys: NDArray[Any], key: int) -> int:
     return len(keys) if key >= _KEYS else int(np.searchsorted(keys, np.uint64(key)))
 
 
-def _write_shards(
+def write_shards(
     settings: BuildSettings, rows: NDArray[Any], folder: Path
 ) -> list[dict[str, Any]]:
     """Entries of the shards written, with names relative to the split's folder.

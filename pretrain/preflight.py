@@ -9,6 +9,7 @@ from pretrain.config.schema import Config, SourceConfig
 from pretrain.data.manifest import MANIFEST_NAME, Manifest, read_manifest
 from pretrain.errors import ConfigError
 from pretrain.evaluation.catalog import open_tasks
+from pretrain.evaluation.depth_task import DepthTask, plain_encoder
 from pretrain.files import require_writable
 
 RUN_FILES = ("log.txt", "metrics.jsonl", "config.yaml", "environment.json")
@@ -18,8 +19,7 @@ RUN_FOLDERS = ("checkpoints", "wandb")
 def preflight(cfg: Config) -> None:
     """Raises ConfigError where data, tasks, initial weights or the run's folder cannot be what `cfg` says."""
     preflight_data(cfg)
-    evaluation = cfg.evaluation
-    open_tasks(evaluation.tasks, evaluation.task_data, evaluation.core_bundle, evaluation.limit)
+    _check_tasks(cfg)
     weights = cfg.checkpoint.initial_weights
     if weights is not None and not os.path.isdir(weights):
         raise ConfigError(f"checkpoint.initial_weights={weights!r}: expected the folder of a checkpoint; it is missing")
@@ -58,6 +58,18 @@ def preflight_data(cfg: Config) -> None:
         found = ", ".join(f"{path} (sha256 {digest[:12]})" for path, digest in hashes.items())
         raise ConfigError(f"data.sources: expected data sets made by one tokenizer, found {found}")
     _check_rows(cfg, manifests)
+
+
+def _check_tasks(cfg: Config) -> None:
+    """Opens the tasks of the evaluation; depth tasks are tried with the tokenizer, where the data set is here."""
+    settings = cfg.evaluation
+    tasks = open_tasks(settings.tasks, settings.task_data, settings.core_bundle, settings.limit, settings.depths)
+    depth_tasks = [task for task in tasks if isinstance(task, DepthTask)]
+    data = Path(cfg.data.all_sources[0].path) if cfg.data.all_sources else None
+    if depth_tasks and data is not None and (data / MANIFEST_NAME).is_file():
+        folder = data / read_manifest(data, shards_are_local=False).tokenizer.path
+        for task in depth_tasks:
+            task.at_depths(*plain_encoder(folder), cfg.model.context_length)
 
 
 def _key_of(cfg: Config, source: SourceConfig) -> str:

@@ -4,8 +4,9 @@
     torchrun --standalone --nproc_per_node 8 -m tools.evaluate MODEL --tasks core --core-bundle DIR --out results
 
 Tasks: `loss` (the validation split of the run's first data set, or of --data), `text:PATH` (bits per byte of text
-files), `core` (DCLM's 22 tasks), `lm_eval:NAME` (lm-evaluation-harness), and any folder of written-out requests below
---task-data (docs/evaluation.md). Writes evaluation.json, evaluation.md and evaluation.png into --out.
+files), `depth:NAME` (problems of known depth), `core` (DCLM's 22 tasks), `lm_eval:NAME` (lm-evaluation-harness), and
+any folder of written-out requests below --task-data (docs/evaluation.md). Writes evaluation.json, evaluation.md and
+evaluation.png into --out.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from pretrain.errors import ConfigError, PretrainError
 from pretrain.evaluation.catalog import HARNESS_PREFIX, LOSS, open_tasks
+from pretrain.evaluation.depth_task import SOLVED_DEPTH, fit_depths
 from pretrain.evaluation.requests import Encoder
 from pretrain.evaluation.run import TaskResult, core_by_loops, evaluate
 from pretrain.files import require_writable, write_text
@@ -86,7 +88,11 @@ def run_tasks(trained: Trained, args: argparse.Namespace, rank: int, size: int) 
     encoder = Encoder(trained.tokenizer, trained.config.model.context_length)
     named = [name for name in args.tasks if name != LOSS and not name.startswith(HARNESS_PREFIX)]
     # All errors before the first pass.
-    tasks = open_tasks(named, args.task_data, args.core_bundle, args.limit)
+    tasks = open_tasks(named, args.task_data, args.core_bundle, args.limit, args.depths)
+    tasks, notes = fit_depths(tasks, encoder)
+    if rank == 0:
+        for note in notes:
+            print(f"note: {note}")
     harness_names = [name.removeprefix(HARNESS_PREFIX) for name in args.tasks if name.startswith(HARNESS_PREFIX)]
     if harness_names:
         from tools import harness  # an optional package
@@ -122,12 +128,19 @@ def table(results: Sequence[TaskResult], num_loops: Sequence[int]) -> str:
 
 
 def plot(results: Sequence[TaskResult], path: Path) -> None:
-    """A panel for each headline metric, its tasks over loops."""
+    """A panel for each headline metric, its tasks over loops; then a heat map for each depth task."""
     from matplotlib.figure import Figure
 
+    from tools.depth_grid import draw_heat_map
+
     metrics = sorted({result.headline for result in results})
-    figure = Figure(figsize=(5 * len(metrics), 4), layout="constrained")
-    for axes, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics, strict=True):
+    depth_results = [result for result in results if result.headline == SOLVED_DEPTH]
+    panels = len(metrics) + len(depth_results)
+    figure = Figure(figsize=(5 * panels, 4), layout="constrained")
+    every_axes = figure.subplots(1, panels, squeeze=False)[0]
+    for axes, result in zip(every_axes[len(metrics) :], depth_results, strict=True):
+        draw_heat_map(axes, result.by_loops, result.task)
+    for axes, metric in zip(every_axes[: len(metrics)], metrics, strict=True):
         for result in (r for r in results if r.headline == metric):
             points = [(t, values[metric]) for t, values in result.by_loops.items()]
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=result.task)
@@ -156,7 +169,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("model", type=Path, help="folder of a run, of a checkpoint or of an exported model")
     parser.add_argument("--tasks", required=True, type=lambda text: text.split(","), help="names, with commas between")
-    parser.add_argument("--num-loops", type=_loop_counts, help="counts, with commas between (default: 1, 2, 4 and mu)")
+    parser.add_argument("--num-loops", type=_counts, help="counts, with commas between (default: 1, 2, 4 and mu)")
     parser.add_argument("--out", type=Path, help="folder for the results (default: MODEL/evaluation)")
     parser.add_argument("--task-data", help="folder with a folder of requests for each task")
     parser.add_argument("--core-bundle", help="folder with core.yaml, eval_meta_data.csv and eval_data/")
@@ -164,7 +177,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="data set of the task `loss` (default: the run's first)")
     parser.add_argument("--tokenizer", type=Path, help="folder (default: the model's, or that of its data)")
     parser.add_argument("--rows", type=int, default=512, help="validation rows of the task `loss` (%(default)s)")
-    parser.add_argument("--limit", type=int, help="documents of each task but loss and texts (default: all)")
+    parser.add_argument("--limit", type=int, help="documents of each task but loss and texts (default: all); problems "
+                        "of each depth (default: 128)")  # fmt: skip
+    parser.add_argument("--depths", type=_counts, default=[], help="of depth tasks, with commas between (default: of "
+                        "1-8, 10, 12, 16, 20, 24 and 32 those that fit the context)")  # fmt: skip
     parser.add_argument("--batch-tokens", type=int, default=8_192, help="tokens in a batch (%(default)s)")
     args = parser.parse_args(argv)
     for name in ("rows", "limit", "batch_tokens"):
@@ -177,7 +193,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _loop_counts(text: str) -> list[int]:
+def _counts(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) >= 1 for part in parts):
         raise argparse.ArgumentTypeError(f"{text}: expected integers >= 1, with commas between")

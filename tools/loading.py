@@ -72,6 +72,11 @@ def read_saved(path: Path, tokenizer: Path | None = None) -> Saved:
         raise ConfigError(
             f"{folder}: bos_token=None: expected a tokenizer with a token that begins every text (--tokenizer)"
         )
+    if len(found) > config.model.vocab_size:
+        raise ConfigError(
+            f"{folder}: a tokenizer of {len(found)} ids; expected at most {config.model.vocab_size}, as the model in "
+            f"{path} has (--tokenizer)"
+        )
     return Saved(config, tensors, found, tokenizer_sha256(folder), step)
 
 

@@ -270,7 +270,7 @@ class EvaluationConfig:
     """Benchmark tasks during the training (docs/evaluation.md)."""
 
     tasks: list[str] = field(default_factory=list)
-    """`core`, `text:PATH`, or folders of requests in `task_data`. Empty: none."""
+    """`core`, `text:PATH`, `depth:NAME`, or folders of requests in `task_data`. Empty: none."""
     every_steps: Count | None = None
     """null: only at the end. 0 is refused."""
     task_data: FolderName | None = None
@@ -280,7 +280,9 @@ class EvaluationConfig:
     num_loops: list[Loops] = field(default_factory=list)
     """Loop counts to score at. Empty: those of the validation."""
     limit: Count | None = None
-    """Documents of each task. null: all."""
+    """Documents of each task; problems of each depth. null: all; 128."""
+    depths: list[Count] = field(default_factory=list)
+    """Of the depth tasks. Empty: those of 1 .. 8, 10, 12, 16, 20, 24 and 32 that fit the context."""
     batch_tokens: Tokens = 8_192
     """Tokens in a batch of a rank, padding included."""
 

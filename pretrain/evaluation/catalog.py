@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pretrain.errors import ConfigError
 from pretrain.evaluation.core import read_core
+from pretrain.evaluation.depth_task import DEPTH_PREFIX, open_depth_task
 from pretrain.evaluation.requests import Task
 from pretrain.evaluation.tasks import read_request_task, read_text_task
 
@@ -17,11 +18,20 @@ LOSS, HARNESS_PREFIX = "loss", "lm_eval:"
 """Tasks of tools/evaluate.py alone."""
 
 
-def open_tasks(names: Sequence[str], task_data: str | None, core_bundle: str | None, limit: int | None) -> list[Task]:
-    """The tasks that `names` say: `core` (all of the bundle), `text:PATH`, or a folder of requests in `task_data`.
+def open_tasks(
+    names: Sequence[str],
+    task_data: str | None,
+    core_bundle: str | None,
+    limit: int | None,
+    depths: Sequence[int] = (),
+) -> list[Task]:
+    """The tasks that `names` say.
 
-    Errors: ConfigError for a name that is unknown, or whose data is not given, missing or malformed.
+    `core` (all of the bundle), `text:PATH`, `depth:NAME` at `depths`, or a folder of requests in `task_data`. Errors:
+    ConfigError for a name that is unknown, or whose data is not given, missing or malformed.
     """
+    if depths and not any(name.startswith(DEPTH_PREFIX) for name in names):
+        raise ConfigError(f"depths {','.join(map(str, depths))}: expected none, since no task is a depth task")
     tasks: list[Task] = []
     for name in names:
         if name == CORE:
@@ -33,6 +43,8 @@ def open_tasks(names: Sequence[str], task_data: str | None, core_bundle: str | N
             if not path.exists():
                 raise ConfigError(f"task {name!r}: no such file or folder")
             tasks.append(read_text_task(path))
+        elif name.startswith(DEPTH_PREFIX):
+            tasks.append(open_depth_task(name, depths, limit))
         elif name == LOSS or name.startswith(HARNESS_PREFIX):
             raise ConfigError(f"task {name!r}: tools/evaluate.py has it; during training the validation gives the loss")
         elif task_data is None:

@@ -23,6 +23,8 @@ class Request(NamedTuple):
     """>= 1."""
     cropped: int = 0
     """Tokens that were taken from the beginning, since the context is too short."""
+    candidates: tuple[int, ...] = ()
+    """Ids among which the most likely token is sought. Empty: all."""
 
 
 class Scores(NamedTuple):
@@ -31,7 +33,7 @@ class Scores(NamedTuple):
     nats: NDArray[np.float64]
     """[R] negative log-likelihood of the scored tokens, summed."""
     greedy: NDArray[np.bool_]
-    """[R] whether each scored token is the most likely one."""
+    """[R] whether each scored token is the most likely one of the request's candidates."""
     num_tokens: NDArray[np.int64]
     """[R] scored tokens."""
 

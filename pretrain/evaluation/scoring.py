@@ -17,8 +17,8 @@ from torch import Tensor
 from pretrain.data.documents import IGNORED_LABEL
 from pretrain.evaluation.requests import Request, Scores
 
-ScoreTokens = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
-"""(tokens [B, S], labels [B, S], loop counts) -> [L, 2, B, S], as LoopedLM.loop_scores."""
+ScoreTokens = Callable[[Tensor, Tensor, Sequence[int], Sequence[int]], Tensor]
+"""(tokens [B, S], labels [B, S], loop counts, candidates) -> [L, 2, B, S], as LoopedLM.loop_scores."""
 
 
 def score(
@@ -44,7 +44,8 @@ def score(
         own = turn + rank < len(batches)
         indices = batches[turn + rank if own else turn]
         tokens, labels = _pad([requests[i] for i in indices], multiple)
-        found = score_tokens(tokens.to(device), labels.to(device), num_loops)
+        candidates = requests[indices[0]].candidates
+        found = score_tokens(tokens.to(device), labels.to(device), num_loops, candidates)
         if own:
             sums[:, :, torch.from_numpy(indices).to(device)] = found.sum(-1, dtype=torch.float64)
     if group is not None:
@@ -54,14 +55,21 @@ def score(
 
 
 def bucket(requests: Sequence[Request], batch_tokens: int) -> Iterator[NDArray[np.int64]]:
-    """Indices of the requests of each batch: sorted by length, longest first, at most `batch_tokens` with padding."""
+    """Indices of the requests of each batch, which have the same candidates.
+
+    Sorted by length, longest first; at most `batch_tokens` with padding.
+    """
     lengths = np.array([len(r.tokens) - 1 for r in requests], dtype=np.int64)
-    order = np.argsort(-lengths, kind="stable")
-    start = 0
-    while start < len(order):
-        rows = max(1, batch_tokens // int(lengths[order[start]]))
-        yield order[start : start + rows]
-        start += rows
+    sets = {candidates: i for i, candidates in enumerate(dict.fromkeys(r.candidates for r in requests))}
+    owners = np.array([sets[r.candidates] for r in requests], dtype=np.int64)
+    for owner in range(len(sets)):
+        own = np.flatnonzero(owners == owner)
+        order = own[np.argsort(-lengths[own], kind="stable")]
+        start = 0
+        while start < len(order):
+            rows = max(1, batch_tokens // int(lengths[order[start]]))
+            yield order[start : start + rows]
+            start += rows
 
 
 def _pad(requests: Sequence[Request], multiple: int) -> tuple[Tensor, Tensor]:

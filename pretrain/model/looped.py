@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -428,9 +429,15 @@ class LoopedLM(nn.Module):
         return self._at_loops(self.readout_losses, tokens, labels, num_loops, **kwargs)
 
     @torch.no_grad()
-    def loop_scores(self, tokens: Tensor, labels: Tensor, num_loops: Sequence[int], **kwargs: Any) -> Tensor:
-        """`loop_losses`, and 1 where the label is the most likely token: [len(num_loops), 2, B, S]."""
-        return self._at_loops(self.readout_scores, tokens, labels, num_loops, **kwargs)
+    def loop_scores(
+        self, tokens: Tensor, labels: Tensor, num_loops: Sequence[int], candidates: Sequence[int] = (), **kwargs: Any
+    ) -> Tensor:
+        """`loop_losses`, and 1 where the label is the most likely token of `candidates` (empty: of all).
+
+        [len(num_loops), 2, B, S].
+        """
+        readout = partial(self.readout_scores, candidates=candidates)
+        return self._at_loops(readout, tokens, labels, num_loops, **kwargs)
 
     def _at_loops(
         self, readout: Callable[..., Tensor], tokens: Tensor, labels: Tensor, num_loops: Sequence[int], **kwargs: Any
@@ -449,8 +456,10 @@ class LoopedLM(nn.Module):
         losses: Tensor = self.vocabulary_head(chunked_losses, y, labels.flatten(), self.head_settings(), self.ops)
         return losses.view(labels.shape)
 
-    def readout_scores(self, h: Tensor, ctx: Context, values: Sequence[Tensor | None], labels: Tensor) -> Tensor:
-        """(cross entropy, label is the most likely token) of each token: [2, B, S], 0 where labels are below 0.
+    def readout_scores(
+        self, h: Tensor, ctx: Context, values: Sequence[Tensor | None], labels: Tensor, candidates: Sequence[int] = ()
+    ) -> Tensor:
+        """(cross entropy, label is the most likely candidate) of each token: [2, B, S], 0 where labels are below 0.
 
         Only labelled tokens pass the head, in one call whose logits are whole: for few labels in long rows.
         """
@@ -459,7 +468,12 @@ class LoopedLM(nn.Module):
         logits, wanted = self._whole_logits(y[valid]), labels[valid]
         scores = torch.zeros(2, *labels.shape, dtype=logits.dtype, device=labels.device)
         scores[0, valid] = F.cross_entropy(logits, wanted, reduction="none")
-        scores[1, valid] = (logits.argmax(-1) == wanted).to(logits.dtype)
+        if candidates:
+            ids = torch.tensor(candidates, device=logits.device)
+            best = ids[logits[:, ids].argmax(-1)]
+        else:
+            best = logits.argmax(-1)
+        scores[1, valid] = (best == wanted).to(logits.dtype)
         return scores
 
 

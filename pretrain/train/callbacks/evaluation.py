@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -11,11 +12,14 @@ from pretrain.config.schema import Config
 from pretrain.data.sources import tokenizer_folder
 from pretrain.data.tokenizer_files import load_tokenizer
 from pretrain.evaluation.catalog import open_tasks
+from pretrain.evaluation.depth_task import fit_depths
 from pretrain.evaluation.requests import Encoder
 from pretrain.evaluation.run import evaluate
 from pretrain.train.callbacks.validation import validation_loops
 from pretrain.train.step import StepReport
 from pretrain.train.trainer import Callback, Timing, Trainer
+
+log = logging.getLogger(__name__)
 
 
 class Evaluation(Callback):
@@ -25,7 +29,10 @@ class Evaluation(Callback):
         settings = cfg.evaluation
         tokenizer = load_tokenizer(tokenizer_folder(cfg))
         self.encoder = Encoder(tokenizer, cfg.model.context_length)
-        self.tasks = open_tasks(settings.tasks, settings.task_data, settings.core_bundle, settings.limit)
+        tasks = open_tasks(settings.tasks, settings.task_data, settings.core_bundle, settings.limit, settings.depths)
+        self.tasks, notes = fit_depths(tasks, self.encoder)
+        for note in notes:
+            log.info("%s", note)
         self.num_loops = settings.num_loops or validation_loops(cfg)
 
     def on_step(self, trainer: Trainer, report: StepReport, timing: Timing) -> None:
@@ -36,8 +43,10 @@ class Evaluation(Callback):
     def _evaluate(self, trainer: Trainer) -> None:
         begin, engine, layout = time.perf_counter(), trainer.engine, trainer.layout
 
-        def score_tokens(tokens: Tensor, labels: Tensor, num_loops: Sequence[int]) -> Tensor:
-            scores: Tensor = engine("loop_scores", tokens, labels, num_loops)
+        def score_tokens(
+            tokens: Tensor, labels: Tensor, num_loops: Sequence[int], candidates: Sequence[int]
+        ) -> Tensor:
+            scores: Tensor = engine("loop_scores", tokens, labels, num_loops, candidates)
             return scores
 
         engine.module.eval()
