@@ -216,7 +216,7 @@ class _Activations:
         return state + self._core_layers * self._kept_layer_elements("core")
 
     def _recomputed_elements(self) -> float:
-        """Of the piece whose backward runs: its activations, the temporary gradients of one MLP or attention, and those of
+        """Of the piece whose backward runs: its activations, the temporary gradients of one MLP or attention, those of
         value embeddings, which wait until all loops are done."""
         model, tensor = self.plan.cfg.model, self.plan.cfg.parallel.tensor
         wide = 3 * model.ffn_width_of("core")
