@@ -41,6 +41,7 @@ def test_every_layout_trains_as_one_process_does() -> None:
 
 
 LOOPS = "model.recurrence.max_loops=12 model.recurrence.mean_loops=6 model.recurrence.backprop_loops=6"
+FOUR = "model.recurrence.mean_loops=4 model.recurrence.backprop_loops=4"
 ALONE = "train.micro_batch_size=1"
 PREDICTOR = "model.auxiliary.state_predictor=true loss.state_prediction=0.3"
 HEADS = "model.auxiliary.loop_heads=2 loss.loop_heads=0.3"
@@ -52,16 +53,16 @@ CONFIGURATIONS = (
     *(f"2 x zero.stage=3 loss.objective={name} {LOOPS} {ALONE}" for name in ("per_loop", "last_third")),
     f"2 x zero.stage=3 {GATE} {LOOPS} {ALONE}",
     # Heads that a rank's rows do not come to.
-    *(f"2 x zero.stage={stage} {HEADS} model.recurrence.backprop_loops=4 {ALONE}" for stage in (1, 2, 3)),
-    *(f"2 x zero.stage={stage} {PREDICTOR} {GATE} model.recurrence.backprop_loops=4 {ALONE}" for stage in (1, 2)),
+    *(f"2 x zero.stage={stage} {HEADS} {FOUR} {ALONE}" for stage in (1, 2, 3)),
+    *(f"2 x zero.stage={stage} {PREDICTOR} {GATE} {FOUR} {ALONE}" for stage in (1, 2)),
     f"2 x zero.stage=2 {HEADS} loss.objective=last_third {LOOPS} {ALONE} model.tie_embeddings=false",
-    f"4 x parallel.pipeline=2 {HEADS} model.recurrence.backprop_loops=4 {ALONE}",
+    f"4 x parallel.pipeline=2 {HEADS} {FOUR} {ALONE}",
     # The state that a pipeline sends begins as the embedding.
     *(f"4 x {SEQUENCE_IN_PIPELINE} {family} {ALONE}" for family in (
         f"model.family=gpt {BARE}", f"model.family=blindspot {BARE} model.dropout=0.2",
-        f"model.family=add {BARE} model.recurrence.state_init=input", f"model.family=lt {BARE}",
+        f"model.family=add {BARE} {FOUR} model.recurrence.state_init=input", f"model.family=lt {BARE} {FOUR}",
     )),
-    f"2 x model.family=flt {BARE} model.dropout=0.2 zero.stage=3 {ALONE} data.mask_document_boundaries=true",
+    f"2 x model.family=flt {BARE} {FOUR} model.dropout=0.2 zero.stage=3 {ALONE} data.mask_document_boundaries=true",
 )  # fmt: skip
 """What failed once: (processes) x (overrides), as tools/check_layouts.py --configurations takes them."""
 
