@@ -176,8 +176,14 @@ class _Activations:
         norm_inputs = (4 if model.block == "sandwich" else 2) + (feedback == "residual")
         product_inputs = 2 + (feedback == "attention")  # of the whole sequence, also under sequence parallelism
         attention = (1 + model.qk_norm) * (q + kv) + kv + q
+        if model.dropout > 0:  # fp32 softmax, the mask, and what is left in the compute type
+            attention += self._attention_weights(part) * (1 + (FP32_BYTES + 1) / self.plan.compute_bytes)
         mlp = (4 if model.mlp == "swiglu" else 2) * model.ffn_width_of(part)
         return (norm_inputs / self._sequence_share + product_inputs) * width + (attention + mlp) / tensor
+
+    def _attention_weights(self, part: str) -> int:
+        """Of one token in one layer: dropout materialises them."""
+        return self.plan.cfg.model.heads_of(part) * self.plan.cfg.model.context_length
 
     def _kept_layer_elements(self, part: str) -> float:
         """Of one layer, kept from forward to backward: its input alone where layers are checkpointed."""
@@ -212,10 +218,13 @@ class _Activations:
         return state + self._core_layers * self._kept_layer_elements("core")
 
     def _recomputed_elements(self) -> float:
-        """Of the piece whose backward runs: its activations, the temporary gradients of one MLP, and the gradients of
+        """Of the piece whose backward runs: its activations, the temporary gradients of one MLP or attention, those of
         value embeddings, which wait until all loops are done."""
         model, tensor = self.plan.cfg.model, self.plan.cfg.parallel.tensor
-        temporary = 2 * model.width_of("core") + 3 * model.ffn_width_of("core") / tensor
+        wide = 3 * model.ffn_width_of("core")
+        if model.dropout > 0:  # of attention's weights, with fp32 gradients before and after the mask
+            wide = max(wide, 2 * self._attention_weights("core") * FP32_BYTES // self.plan.compute_bytes)
+        temporary = 2 * model.width_of("core") + wide / tensor
         temporary += self._value_elements("core", "coda")
         loop = self._core_layers * self._layer_elements("core") + self._state_elements
         return temporary + self._passes_in_piece * loop

@@ -40,6 +40,61 @@ def test_every_layout_trains_as_one_process_does() -> None:
         assert loss <= 1e-5 and norm <= 1e-5 and weights <= 1e-4
 
 
+LOOPS = "model.recurrence.max_loops=12 model.recurrence.mean_loops=6 model.recurrence.backprop_loops=6"
+FOUR = "model.recurrence.mean_loops=4 model.recurrence.backprop_loops=4"
+ALONE = "train.micro_batch_size=1"
+PREDICTOR = "model.auxiliary.state_predictor=true loss.state_prediction=0.3"
+HEADS = "model.auxiliary.loop_heads=2 loss.loop_heads=0.3"
+GATE = "loss.objective=exit_weighted model.auxiliary.exit_gate=true"
+SEQUENCE_IN_PIPELINE = "parallel.tensor=2 parallel.pipeline=2 parallel.sequence_parallel=true"
+BARE = "model.prelude_layers=0 model.coda_layers=0"
+CONFIGURATIONS = (
+    # Readouts are module calls, which stage 3 makes on all ranks together, whatever the depths of their rows.
+    *(f"2 x zero.stage=3 loss.objective={name} {LOOPS} {ALONE}" for name in ("per_loop", "last_third")),
+    f"2 x zero.stage=3 {GATE} {LOOPS} {ALONE}",
+    # Heads that a rank's rows do not come to.
+    *(f"2 x zero.stage={stage} {HEADS} {FOUR} {ALONE}" for stage in (1, 2, 3)),
+    *(f"2 x zero.stage={stage} {PREDICTOR} {GATE} {FOUR} {ALONE}" for stage in (1, 2)),
+    f"2 x zero.stage=2 {HEADS} loss.objective=last_third {LOOPS} {ALONE} model.tie_embeddings=false",
+    f"4 x parallel.pipeline=2 {HEADS} {FOUR} {ALONE}",
+    # The state that a pipeline sends begins as the embedding.
+    *(f"4 x {SEQUENCE_IN_PIPELINE} {family} {ALONE}" for family in (
+        f"model.family=gpt {BARE}", f"model.family=blindspot {BARE} model.dropout=0.2",
+        f"model.family=add {BARE} {FOUR} model.recurrence.state_init=input", f"model.family=lt {BARE} {FOUR}",
+    )),
+    f"2 x model.family=flt {BARE} {FOUR} model.dropout=0.2 zero.stage=3 {ALONE} data.mask_document_boundaries=true",
+)  # fmt: skip
+"""What failed once: (processes) x (overrides), as tools/check_layouts.py --configurations takes them."""
+
+NUM_DRAWS = 30
+
+
+def failures(*arguments: str) -> tuple[int, list[str]]:
+    """Configurations that were trained, and the lines of tools/layout_draws.py that are not good."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "tools/check_layouts.py", *arguments]
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=500)
+    finally:
+        end_processes([process])
+    lines = [line for line in output.decode().splitlines() if line.startswith("draw ")]
+    bad = [line for line in lines if "FAILED" in line or "REFUSED" in line]
+    assert (process.returncode == 0) == (not bad)
+    return len(lines), bad
+
+
+@pytest.mark.layouts
+def test_configurations_that_failed_once() -> None:
+    assert failures("--configurations", *CONFIGURATIONS) == (len(CONFIGURATIONS), [])
+
+
+@pytest.mark.layouts
+def test_configurations_by_chance_train_as_on_one_process() -> None:
+    """Also: what is refused is what the documents say."""
+    assert failures("--draws", str(NUM_DRAWS), "--seed", "1") == (NUM_DRAWS, [])
+
+
 @pytest.mark.layouts
 def test_what_is_not_a_number_is_too_large() -> None:
     from tools.check_layouts import columns, within
@@ -52,7 +107,13 @@ def test_what_is_not_a_number_is_too_large() -> None:
 
 @pytest.mark.layouts
 @pytest.mark.parametrize(
-    "arguments, message", [(["--steps", "0"], "--steps=0"), (["--markdown", "README.md"], "with the lines <!--")]
+    "arguments, message",
+    [
+        (["--steps", "0"], "--steps=0"),
+        (["--markdown", "README.md"], "with the lines <!--"),
+        (["--draws", "-1"], "--draws=-1"),
+        (["--configurations", "model.family=gpt"], "expected 'PROCESSES x OVERRIDES'"),
+    ],
 )
 def test_what_cannot_be_checked_is_refused_before_training(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -137,12 +137,12 @@ def small(family: Family, policy: Any, grad_loops: int, **settings: Any) -> Conf
 
 
 @pytest.mark.parametrize("policy", ["none", "loop", "every_k_loops", "layer"])
-@pytest.mark.parametrize("family", ["parcae", "rdm", "flt"])
+@pytest.mark.parametrize("family, dropout", [("parcae", 0.0), ("rdm", 0.0), ("flt", 0.0), ("parcae", 0.1)])
 def test_activation_memory_is_what_a_micro_batch_takes(
-    family: Family, policy: str, monkeypatch: pytest.MonkeyPatch
+    family: Family, dropout: float, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda x, shape, weight, eps: FusedNorm.apply(x, weight))
-    cfg = small(family, policy, grad_loops=4)
+    cfg = small(family, policy, grad_loops=4, dropout=dropout)
     measured, estimate = measured_peak(cfg, 4), sum(activation_memory(Plan(cfg, 1)).values())
     assert 0.95 * measured < estimate < 1.25 * measured
 

@@ -3,9 +3,10 @@
 For each family and optimizer: loss and gradient norm of 20 steps and the final weights, with per-sequence loop counts
 and loops without gradient, against the same steps on one process in fp32; in bf16 the losses. `--markdown FILE` puts
 the differences into the table between the marks of a document and keeps its other lines, so that the table may be made
-in parts.
+in parts. `--draws` looks elsewhere: it draws configurations (tools/layout_draws.py), each for 3 steps.
 
     python tools/check_layouts.py
+    python tools/check_layouts.py --draws 100 --seed 7
     python tools/check_layouts.py --families parcae --optimizers muon --markdown docs/parallelism.md
 """
 
@@ -15,6 +16,7 @@ import argparse
 import importlib
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -209,6 +211,12 @@ def _worker(rank: int, parent: int, port: int, args: argparse.Namespace) -> None
         sys.exit(1)
 
 
+def _configuration(text: str) -> str:
+    if re.fullmatch(r"[1-9]\d* x \S.*", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected 'PROCESSES x OVERRIDES'")
+    return text
+
+
 def main() -> None:
     """Starts the four processes; exit code 1 where a difference is too large."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -216,7 +224,11 @@ def main() -> None:
         ("families", FAMILY_NAMES), ("optimizers", OPTIMIZERS), ("layouts", CASE_NAMES), ("precisions", PRECISIONS),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", nargs="+", default=choices, choices=choices, metavar="NAME")
-    parser.add_argument("--draws", type=int, metavar="N", help="in place of the table: N configurations by chance")
+    parser.add_argument("--draws", type=int, default=0, metavar="N", help="in place of the table: N draws")
+    parser.add_argument(
+        "--configurations", nargs="+", metavar="P x OVERRIDES", type=_configuration,
+        help="in place of the table: configurations as a draw prints them, such as '2 x model.family=gpt zero.stage=2'",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     parser.add_argument("--first", type=int, default=0, help="number of the first draw")
     parser.add_argument("--steps", type=int, default=20)
@@ -224,13 +236,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps < 1:
         parser.error(f"--steps={args.steps}: expected a positive integer")
+    if args.draws < 0 or args.first < 0:
+        parser.error(f"--draws={args.draws} --first={args.first}: expected integers from 0 on")
     if args.markdown is not None and not _has_marks(args.markdown):
         parser.error(f"--markdown={args.markdown}: expected a document with the lines {BEGIN} and {END} around a table")
     set_up_console()
     logging.getLogger("pretrain").setLevel(logging.WARNING)
     # Imported once: the processes are forks of this one.
     importlib.import_module("megatron.core.pipeline_parallel.schedules")
-    if args.draws is not None:
+    if args.draws or args.configurations:
         sys.exit(main_draws(args))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

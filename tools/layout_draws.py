@@ -235,15 +235,25 @@ def config_of_one_process(cfg: Config) -> Config:
 
 
 def main_draws(args: argparse.Namespace) -> int:
-    """Prints each outcome, then what was refused; 1 where one is not good."""
+    """Prints each outcome, then what was refused as documented; 1 where one is not good."""
     good, refused = True, Counter[str]()
-    for index in range(args.first, args.first + args.draws):
-        for found in outcomes(args.seed, index):
-            good = good and found.good
-            if found.refused and found.good:
-                refused[next(rule for rule in DOCUMENTED if re.search(rule, found.refused))] += 1
-            else:
-                print(found, flush=True)
+    for found in _named(args.configurations) if args.configurations else _drawn(args):
+        good = good and found.good
+        if found.refused and found.good:
+            refused[next(rule for rule in DOCUMENTED if re.search(rule, found.refused))] += 1
+        else:
+            print(found, flush=True)
     for rule, count in refused.most_common():
         print(f"refused as documented, {count} times: {rule}")
     return 0 if good else 1
+
+
+def _drawn(args: argparse.Namespace) -> Iterator[Outcome]:
+    for index in range(args.first, args.first + args.draws):
+        yield from outcomes(args.seed, index)
+
+
+def _named(configurations: Sequence[str]) -> Iterator[Outcome]:
+    for index, text in enumerate(configurations):
+        processes, overrides = text.split(" x ", 1)
+        yield outcome(index, int(processes), overrides)

@@ -35,7 +35,7 @@ def test_data_parallel(world: int) -> None:
 def test_tensor_parallel() -> None:
     """tensor 2 x data 2: norms count each parameter once, Muon orthogonalises whole matrices, sequence parallelism."""
     target = "tests.parallel.zero_cases:tensor_parallel_cases"
-    _assert_holds(run_ranks(4, target, second_port=free_port()), num_cases=10)
+    _assert_holds(run_ranks(4, target, second_port=free_port()), num_cases=11)
 
 
 def test_stage_0_is_run_as_stage_1_and_clipping_is_never_deepspeeds() -> None:

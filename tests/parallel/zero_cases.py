@@ -16,6 +16,7 @@ from pretrain.config.schema import Config
 from pretrain.parallel import megatron, zero
 from pretrain.parallel.megatron import Layout
 from pretrain.parallel.schedule import hyperparameters
+from pretrain.parallel.tensor_ops import tensor_ops
 from pretrain.parallel.zero import PARAMETER, StepResult, ZeroEngine
 from tests.parallel.toy import ROWS, Regions, Toy, Trace, batch, config, plain_training
 
@@ -281,6 +282,20 @@ def _stages_share_norm_and_skip(layout: Layout) -> dict[str, bool]:
     return {"norm": one_norm, "skip": skipped.skipped and not sound.skipped}
 
 
+def _sums_in_any_strides(layout: Layout) -> bool:
+    """Whether sums over tensor ranks, forward and backward, are those of tensors whose axes were swapped, too."""
+    ops, size = tensor_ops(layout), layout.tensor_size
+    whole = torch.arange(2 * 4 * 3, dtype=torch.float32).view(2, 4, 3)
+    local = ops.local_sequence(4)
+    x = whole[:, local].clone().requires_grad_()
+    factors = 1.0 + layout.tensor_rank + whole.transpose(0, 1)
+    (ops.enter(x).transpose(0, 1) * factors).sum().backward()
+    expected = sum(1.0 + rank + whole for rank in range(size))
+    swapped = (whole.transpose(0, 1).contiguous() + layout.tensor_rank).transpose(0, 1)
+    left = ops.leave(swapped.clone(memory_format=torch.preserve_format))
+    return torch.equal(x.grad, expected[:, local]) and torch.equal(left, (size * whole + 1)[:, local])
+
+
 def tensor_parallel_cases(second_port: int) -> dict[str, Any]:
     """The same in a world of tensor = 2, with and without sequence parallelism; then the groups of a pipeline."""
     layout = _world(tensor=2)
@@ -293,6 +308,7 @@ def tensor_parallel_cases(second_port: int) -> dict[str, Any]:
         report[f"sequence, stage {stage}"] = _equals_plain_training(sharded_sequence, run, halves)
     report["resume"] = _resumes_exactly(layout, config("muon", 3))
     report["skip"] = _skips_together(layout, config("muon", 1))
+    report["strides"] = {"sums": _sums_in_any_strides(layout), "sequence": _sums_in_any_strides(sharded_sequence)}
     megatron.shutdown()
     os.environ["MASTER_PORT"] = str(second_port)
     layout = megatron.initialize(2, 2, sequence_parallel=False, timeout_sec=60)
