@@ -52,8 +52,8 @@ class Context(NamedTuple):
     per_row: bool = False
     """Whether the tables above differ from row to row."""
     causal: bool = True
-    """Whether queries and keys are the same tokens, so that causal order is all where there is no mask. Known here, since
-    a compiled graph must not compare their numbers."""
+    """Whether queries and keys are the same tokens, so that causal order is all where there is no mask. Known here,
+    since a compiled graph must not compare their numbers."""
 
     def rows(self, count: int) -> Context:
         """The context of the first `count` rows."""
