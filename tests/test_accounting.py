@@ -213,6 +213,8 @@ def test_work_counts_rows_loops_and_readouts() -> None:
     assert StepWork.of(no_grad, grad, "terminal") == StepWork(3, 5, 8, 3)
     assert StepWork.of(no_grad, grad, "per_loop") == StepWork(3, 5, 8, 8)
     assert StepWork.of(no_grad, grad, "last_third") == StepWork(3, 5, 8, 1 + 1 + 2)
+    assert StepWork.of(no_grad, grad, "last_third", per_token=True) == StepWork(3, 5, 8, 1 + 1 + 2)
+    assert StepWork.of([0], [9], "last_third", per_token=True) == StepWork(1, 0, 9, 7)
 
 
 def test_a_loop_without_gradient_costs_a_third() -> None:

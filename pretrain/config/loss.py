@@ -58,8 +58,9 @@ class LossConfig:
     """What is minimised. Weights of 0 switch a term off. Equations: docs/readout_blind_spot.md."""
 
     objective: Literal["terminal", "per_loop", "last_third", "exit_weighted"] = "terminal"
-    """Cross entropy of the last loop; mean over a row's gradient loops; over the last third of them (FLT's FEW); over
-    all of them with the probabilities of the exit gate (model.auxiliary.exit_gate)."""
+    """Cross entropy of the last loop; mean over the gradient loops of a row (with granularity=token, of a token); over
+    the last third of them (FLT's FEW); over all of them with the probabilities of the exit gate
+    (model.auxiliary.exit_gate)."""
     norm_penalty: Weight = 0.0
     """lambda of lambda * mean_t mean(h_t^2) over a row's gradient loops (blind-spot paper: 0.01)."""
     scale_anchor: Weight = 0.0

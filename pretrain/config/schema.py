@@ -170,7 +170,8 @@ class TrainConfig:
     deterministic: bool = False
     """Refuse kernels whose result varies from run to run (slower on CUDA)."""
     compile: bool = False
-    """torch.compile of the core's step, with the loop outside; needs tensor = pipeline = 1 and zero.stage <= 2."""
+    """torch.compile of the core's step, with the loop outside; needs tensor = pipeline = 1 and zero.stage <= 2. Two
+    graphs for training, and for evaluation one for rows of the context's length and one for all shorter ones."""
     activation_checkpointing: Literal["none", "loop", "layer", "every_k_loops", "reentrant"] = "loop"
     """What is recomputed in backward (gradient loops): nothing; each loop; each layer; groups of
     `checkpoint_every_loops` loops. Only non-reentrant checkpointing is exact with looped weights; `reentrant` is

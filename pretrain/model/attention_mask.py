@@ -55,8 +55,8 @@ class Context(NamedTuple):
     per_row: bool = False
     """Whether the tables above differ from row to row."""
     causal: bool = True
-    """Whether queries and keys are the same tokens, so that causal order is all where there is no mask. Known here, since
-    a compiled graph must not compare their numbers."""
+    """Whether queries and keys are the same tokens, so that causal order is all where there is no mask. Known here,
+    since a compiled graph must not compare their numbers."""
     noise: Tensor | None = None
     """int32 [B, S]: what dropout's masks follow from in this loop; None where nothing is dropped."""
 

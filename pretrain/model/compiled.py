@@ -75,7 +75,8 @@ class CompiledStep:
         if x is None or (length := x.shape[axes[0]]) in (1, self._context_length):
             return x
         # The bounds keep training's rows out of these graphs: dynamo tries first what it used last.
-        low, high = (2, self._context_length - 1) if length < self._context_length else (self._context_length + 1, _MOST)
+        context = self._context_length
+        low, high = (2, context - 1) if length < context else (context + 1, _MOST)
         if low < high:
             for axis in axes:
                 mark_dynamic(x, axis, min=low, max=high)

@@ -380,7 +380,9 @@ def _parcae(f: _Fields, names: Collection[str]) -> ModelConfig:
     recurrence |= {
         "prelude_norm": f.take("prelude_norm", bool),
         "output_projection": True,
-        "granularity": f.choose("recurrent_iteration_method", {"per-sequence": "sequence", "per-batch": "batch"}),
+        "granularity": f.choose(
+            "recurrent_iteration_method", {"per-sequence": "sequence", "per-batch": "batch", "per-token": "token"}
+        ),
     }
     model |= {
         "block": "pre",

@@ -125,6 +125,12 @@ def test_dead_value_embeddings_of_odd_layer_counts(
     LoopedLM(imported.config).load_state_dict(imported.tensors)
 
 
+@pytest.mark.parametrize("granularity", ["batch", "sequence", "token"])
+def test_what_shares_a_loop_count_is_taken_over(granularity: str) -> None:
+    cfg = import_config("parcae", PARCAE | {"recurrent_iteration_method": f"per-{granularity}"}, [])
+    assert cfg.recurrence.granularity == granularity
+
+
 def test_a_tied_head_may_be_stored_twice_if_it_is_the_same() -> None:
     tensors = _parcae_tensors(PARCAE)
     table = tensors["transformer.wte.weight"]

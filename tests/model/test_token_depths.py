@@ -7,7 +7,7 @@ the loop's number is below its own count. Written out here for each row by itsel
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -17,10 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pretrain.accounting import readouts_per_row
 from pretrain.config.loss import LossConfig
 from pretrain.config.model import AuxiliaryConfig, ModelConfig
 from pretrain.model.batch import MicroBatch
 from pretrain.model.looped import LoopedLM, LoopInputs
+from pretrain.model.loss import Totals
+from pretrain.model.objective import Objective
 from pretrain.model.state import StateKey
 from pretrain.model.subspace import readout_directions
 from tests.model.helpers import make_batch, train_loss, train_states
@@ -277,6 +280,25 @@ def test_a_token_that_is_done_is_seen_with_its_last_state() -> None:
         model.context_of(batch), model.look_up_values("core", tokens),
     )  # fmt: skip
     assert torch.equal(later[0][:, 1:], model.core_step(first, inputs, None)[:, 1:])
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_readouts_begin_where_a_loop_may_have_a_weight(objective: str) -> None:
+    """And are as many as the accounting says."""
+    model, cfg = model_of("blindspot"), loss_config(objective)
+    for per_token, most in product((False, True), range(1, 10)):
+        counts = torch.full((1, LENGTH), most)
+        if per_token:
+            counts[0, :-1] = torch.randint(1, most + 1, (LENGTH - 1,), generator=torch.Generator().manual_seed(most))
+        own = counts if per_token else counts[:, 0]
+        tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
+        batch, loops, _ = make_batch(tokens, tokens, (own * 0).numpy(), own.numpy())
+        totals = Totals(float(LENGTH), 1.0)
+        found = Objective(model, batch, loops, cfg, totals, model.context_of(batch), [], 0)
+        weights = found.readout_weights
+        assert most - found.first_readout == readouts_per_row(most, objective, per_token)
+        if objective != "exit_weighted":  # whose weights are those of the gate
+            assert torch.allclose(weights.sum(0), torch.ones(())) and not weights[: found.first_readout].any()
 
 
 def test_the_local_share_of_the_sequence_has_the_row_s_own_loops() -> None:
