@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 LOCK_NAME, LEASE_NAME = "lock.json", "lock.lease"
 LEASE_SEC = 30.0
-KERNEL_SEC = 2.0
-"""A process that is being killed may need a moment to let go."""
+KERNEL_SEC = 5.0
+"""A process that is being killed lets go once its memory is freed, which takes a moment where there is much of it."""
 _NO_KERNEL_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import resource_tracker
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -46,23 +46,16 @@ def write_stderr(text: str) -> None:
         os.write(2, text.encode(errors="backslashreplace"))
 
 
-@contextlib.contextmanager
-def ignored(numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """Signals that processes started meanwhile ignore. From the main thread."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        _restore(before)
-
-
 def start_resource_tracker() -> None:
     """Starts multiprocessing's process that frees shared memory, deaf to the signals that a whole job or terminal gets.
 
     It must outlive the others to do its work.
     """
-    with ignored(STOPPING):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # inherited; here they wait
+    try:
         resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Children:

@@ -105,6 +105,24 @@ def test_the_interrupted_job_leaves_the_same_trace(slurm: PrivateSlurm, interrup
     assert straight.state["Requeue"] == "0" and straight.state["ExitCode"] == "0:0"
 
 
+def test_a_run_is_queued_once(slurm: PrivateSlurm, config: Path, tmp_path: Path) -> None:
+    """Alone and as a member of a sweep; a job that is cancelled is in nobody's way."""
+    path = tmp_path / "two.yaml"
+    path.write_text("- [optimizer.lr=1e-3]\n- [optimizer.lr=2e-3]\n")
+    held = ("--tasks-per-node", "1", f"run.dir={tmp_path}", "--sbatch", "hold")
+    sweep = (*held, "--array", str(path), "run.name=s")
+    array = submit(slurm, config, *sweep)
+    for again in (sweep, (*held, "run.name=s-1")):
+        done = launch(slurm, config, *again)
+        assert done.returncode == 2 and f"job {array}_" in done.stderr and "(pending) is for this run" in done.stderr
+    slurm.run("scancel", f"{array}_1")
+    alone = submit(slurm, config, *held, "run.name=s-1")
+    assert f"job {alone} (pending)" in launch(slurm, config, *held, "run.name=s-1").stderr
+    behind = submit(slurm, config, *held, "run.name=s-1", "--sbatch", f"dependency=afterany:{alone}")
+    slurm.run("scancel", array, alone, behind)
+    slurm.run("scancel", submit(slurm, config, *sweep))
+
+
 @pytest.mark.parametrize(
     "option, value, words",
     [

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from pretrain.train.checkpoint.folders import checkpoints_folder, step_folder
 from pretrain.train.metrics import METRICS_NAME
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, end_processes
 from tests.train.checkpoints import save, slices, state, writer
 from tools.torture import differences, is_saving, newest_complete
 
@@ -62,6 +66,44 @@ def test_the_newest_complete_checkpoint_is_found_independently(straight: Path, t
     assert newest_complete(straight) == 20
     (step_folder(checkpoints_folder(straight), 20) / "index.json").unlink()
     assert newest_complete(straight) == 10
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("-m", "tools.torture", "--processes", "2"),
+        pytest.param(("tools/check_layouts.py", "--families", "parcae"), marks=pytest.mark.slow),
+    ],
+    ids=["torture", "check_layouts"],
+)
+def test_a_killed_command_leaves_no_process(command: tuple[str, ...]) -> None:
+    process = subprocess.Popen([sys.executable, *command], cwd=REPOSITORY, start_new_session=True)
+    deadline = time.monotonic() + 200
+    try:
+        while len(group(process.pid)) < 3:  # its ranks are forks
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        process.kill()
+        process.wait()
+        while group(process.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        for pid in group(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        end_processes([process])
+
+
+def group(leader: int) -> list[int]:
+    """The processes of a process group that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, pgrp = path.read_text().rpartition(")")[2].split()[:3]
+            if int(pgrp) == leader and state != "Z":
+                found.append(int(path.parent.name))
+    return found
 
 
 @pytest.mark.torture

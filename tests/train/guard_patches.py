@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pretrain import folder_lock
 from pretrain.data.dataset import RowDataset
 from pretrain.model import objective
 from pretrain.train import watchdog
@@ -126,6 +127,22 @@ def full_disk() -> None:
         return write(path, *args)
 
     writer.write_tensors = write_tensors
+
+
+def lose_the_folder_in_step_3() -> None:
+    """As a process that stood still for so long that one on another machine has taken the folder."""
+    folder_lock.LEASE_SEC = 0.6
+
+    def lose() -> None:
+        lease = Path(os.environ["FOLDER"]) / folder_lock.LEASE_NAME
+        lease.unlink()
+        lease.write_text("filelock/2\npid=1\nhost=elsewhere\nmode=lease\ntoken=abc\nduration=0.6\nstart=5\n")
+        lease.with_name(folder_lock.LOCK_NAME).write_text(
+            '{"host": "elsewhere", "pid": 1, "job": null, "since": "2026-01-01T00:00:00"}'
+        )
+        time.sleep(3)
+
+    before_step(3, lose)
 
 
 def die_in_step_3() -> None:

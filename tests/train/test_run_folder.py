@@ -51,6 +51,17 @@ def test_a_folder_in_use_is_refused_untouched_on_every_rank(stopped: Run, config
     assert checkpoints_folder(folder).joinpath(".step_00000003.partial").is_dir()
 
 
+def test_a_run_that_has_lost_its_folder_ends_before_it_writes(config: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    patch = "tests.train.guard_patches:lose_the_folder_in_step_3"
+    run = train(config, folder, *SETTINGS, patch=patch, FOLDER=str(folder))
+    assert run.codes == [4] and "no longer this process's (lock.lease: owner-changed), now in use by process 1 on " in (
+        run.outputs[0]
+    )
+    assert run.column("step") == [1, 2] and list_steps(checkpoints_folder(folder)) == [1, 2]
+    assert "elsewhere" in (folder / "lock.json").read_text() and (folder / "lock.lease").is_file()
+
+
 def test_a_checkpoint_on_another_disk_stays_there(stopped: Run, finished: Run, config: Path, tmp_path: Path) -> None:
     """A link is gone on from; retention removes it alone, and so does a start after a removal that was cut short."""
     folder, disk = shutil.copytree(stopped.folder, tmp_path / "run"), tmp_path / "disk"

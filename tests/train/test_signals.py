@@ -91,6 +91,7 @@ RANKS = {"one": {"FAULTY_RANK": "1"}, "all": {}}
     [
         ("SIGTERM", "step", "one"),
         ("SIGUSR2", "save", "all"),
+        ("SIGHUP", "step", "all"),
         pytest.param("SIGINT", "step", "all", marks=pytest.mark.slow),
         pytest.param("SIGUSR1", "step", "one", marks=pytest.mark.slow),
         pytest.param("SIGTERM", "save", "one", marks=pytest.mark.slow),
