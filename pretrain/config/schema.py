@@ -122,7 +122,8 @@ class OptimizerConfig:
     muon_steps: int = 5
     """Polar-express iterations."""
     muon_weight_decay: float = 0.2
-    """Decayed linearly to 0 over the run; applied where update and weight agree in sign."""
+    """Decayed linearly to 0 over the run; applied where update and weight agree in sign, and scaled by a matrix's
+    shape like its update."""
 
     def __post_init__(self) -> None:
         for key in ("lr", "muon_lr", "eps"):

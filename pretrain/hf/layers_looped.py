@@ -34,7 +34,7 @@ class Context(NamedTuple):
 class LoopedEmbedding(nn.Embedding):
     """The table of tokens, and the head where the two are tied.
 
-    Both products are calls of this module: hooks that bring weights from a disk, from another device or from other ranks
+    Both uses are calls of this module: hooks that bring weights from a disk, from another device or from other ranks
     (accelerate, FSDP) run when the module that owns them is called, and a weight that is read elsewhere is not there.
     """
 
@@ -235,7 +235,7 @@ class LoopedInjection(nn.Module):
     def forward(self, h: Tensor | None, drive: Any, first: bool) -> Any:
         """(u, h): the core's input, and the state (normalised, where set) that feedback sees.
 
-        Without a state `drive` is e [B, S, D], and what comes back is its part of every loop, the `drive` of later calls.
+        Without a state `drive` is e [B, S, D], and what comes back is its part of every loop: `drive` of later calls.
         """
         if h is None:
             return self.input(drive)
