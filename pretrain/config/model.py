@@ -92,7 +92,7 @@ class RecurrenceConfig:
             for key, value in (("mean_loops", self.mean_loops), ("max_loops", self.max_loops)):
                 require(
                     value is None or value >= most, name + key, value,
-                    f"at least {most} (backprop_loops), the loops with gradient that sampled_loops=no_grad gives each row",
+                    f"at least {most} (backprop_loops), the gradient loops that sampled_loops=no_grad gives each row",
                 )  # fmt: skip
         if self.curriculum != "none":
             require(

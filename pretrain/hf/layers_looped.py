@@ -43,11 +43,12 @@ class LoopedEmbedding(nn.Embedding):
         """`table` itself, or a module of this kind with its parameter."""
         if isinstance(table, cls):
             return table
-        own = cls(*table.weight.shape, padding_idx=table.padding_idx, device="meta")
+        rows, width = table.weight.shape
+        own = cls(rows, width, padding_idx=table.padding_idx, device="meta")
         own.weight = table.weight
         return own
 
-    def forward(self, x: Tensor, as_head: bool = False) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, as_head: bool = False) -> Tensor:
         """ids x [B, S] -> embeddings [B, S, D]; as the head, x [B, S, D] -> logits [B, S, V]."""
         return F.linear(x, self.weight) if as_head else super().forward(x)
 

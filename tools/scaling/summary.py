@@ -76,8 +76,8 @@ def curves_table(fits: Fits) -> Table:
     columns = ["run", "L_inf", "Z", "z", *(f"{short[name]}, fitted" for name in names),
                *(f"{short[name]}, beyond" for name in names), "fitted up to T",
                "L(mu) - L_inf, nats", "of L(mu)"]  # fmt: skip
-    return Table(columns, rows, "Test-time loops: L(T) = L_inf + Z exp(-z T), RMS relative errors of four forms, and how far "
-                 "the loss at T = mu is from the floor")  # fmt: skip
+    return Table(columns, rows, "Test-time loops: L(T) = L_inf + Z exp(-z T), RMS relative errors of four forms, and "
+                 "how far the loss at T = mu is from the floor")  # fmt: skip
 
 
 def _means(fits: Fits, names: list[str]) -> Iterator[str]:
