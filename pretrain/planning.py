@@ -6,7 +6,6 @@ without and with gradient, M micro-batches of a rank per step, P pipeline ranks,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,8 +50,9 @@ def expected_work(cfg: Config) -> StepWork:
 def _thresholds(cfg: Config, rows: int) -> NDArray[np.float64]:
     """P(T <= t) for t = 1, 2, ... of the deepest of `rows` rows; a row runs to its deepest token."""
     recurrence = cfg.model.recurrence
+    fixed_loops = backprop_loops(cfg) if recurrence.sampled_loops == "no_grad" else 0
     one = loop_thresholds(
-        recurrence.distribution, recurrence.mean_loops, recurrence.lognormal_sigma, recurrence.max_loops
+        recurrence.distribution, recurrence.mean_loops, recurrence.lognormal_sigma, recurrence.max_loops, fixed_loops
     )
     independent = {"sequence": rows, "batch": 1, "token": rows * cfg.model.context_length}
     return one ** independent[recurrence.granularity]
@@ -60,8 +60,7 @@ def _thresholds(cfg: Config, rows: int) -> NDArray[np.float64]:
 
 def backprop_loops(cfg: Config) -> int:
     """mu_b, the most loops that get a gradient at the full mean loop count."""
-    recurrence = cfg.model.recurrence
-    return recurrence.backprop_loops or math.ceil(recurrence.mean_loops / 2)
+    return cfg.model.recurrence.most_backprop_loops
 
 
 def checkpoint_bytes(cfg: Config) -> int:

@@ -41,8 +41,11 @@ def shipped(name: str, *overrides: str) -> Config:
 
 @pytest.mark.parametrize("objective", ["terminal", "per_loop", "last_third"])
 @pytest.mark.parametrize("distribution", ["poisson", "lognormal_poisson", "uniform", "fixed"])
-def test_expected_work_is_the_mean_of_draws(distribution: str, objective: str) -> None:
-    cfg = shipped("parcae_140m", f"model.recurrence.distribution={distribution}", f"loss.objective={objective}")
+@pytest.mark.parametrize("sampled_loops", ["all", "no_grad"])
+def test_expected_work_is_the_mean_of_draws(sampled_loops: str, distribution: str, objective: str) -> None:
+    name = "model.recurrence."
+    loops = [f"{name}distribution={distribution}", f"{name}sampled_loops={sampled_loops}", f"{name}backprop_loops=6"]
+    cfg = shipped("parcae_140m", *loops, f"loss.objective={objective}")
     sampler = DepthSampler.from_config(cfg.model.recurrence, seed=0, global_batch_size=cfg.train.global_batch_size)
     draws = [sampler.draw(step) for step in range(40)]
     works = [StepWork.of(d.no_grad_loops.tolist(), d.grad_loops.tolist(), objective) for d in draws]

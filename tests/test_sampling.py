@@ -169,6 +169,100 @@ def test_expected_loops_match_draws(distribution: str) -> None:
     assert depths.grad_loops.mean() == pytest.approx(grad, abs=0.02)
 
 
+# ------------------------------------------------------- the law of the loops before the last mu_b
+
+
+def more_loops_law(distribution: str, mean: float) -> NDArray[np.float64]:
+    """P(n = t) at index t, in closed form."""
+    if mean == 0 or distribution == "fixed":
+        return np.eye(1, 61, round(mean))[0]
+    if distribution == "uniform":
+        return np.where(np.arange(61) <= 2 * mean, 1 / (2 * mean + 1), 0.0)
+    if distribution == "lognormal_poisson":
+        return lognormal_poisson_law(mean, 0.5)[1:]
+    counts = np.arange(61)
+    return np.exp(counts * math.log(mean) - mean - np.array([math.lgamma(t + 1) for t in counts]))
+
+
+NO_GRAD_CASES = [
+    (distribution, granularity, mean_loops, backprop_loops)
+    for distribution in ("poisson", "lognormal_poisson", "uniform", "fixed")
+    for granularity in ("sequence", "batch", "token")
+    for mean_loops, backprop_loops in ((8.0, None), (8.0, 1), (8.0, 8), (7.0, 3), (1.0, None))
+    if granularity == "sequence" or (mean_loops, backprop_loops) in ((8.0, None), (8.0, 8))
+]
+
+
+@pytest.mark.parametrize(("distribution", "granularity", "mean_loops", "backprop_loops"), NO_GRAD_CASES)
+def test_no_grad_loops_have_the_law_and_every_row_the_same_grad_loops(
+    distribution: str, granularity: str, mean_loops: float, backprop_loops: int | None
+) -> None:
+    """Algorithm 3: n ~ law(mu - mu_b), k = mu_b; also with nothing left to draw."""
+    sampler = make_sampler(
+        distribution=distribution, granularity=granularity, mean_loops=mean_loops, backprop_loops=backprop_loops,
+        sampled_loops="no_grad", global_batch_size=4_000 if granularity == "sequence" else 8,
+    )  # fmt: skip
+    if granularity == "token":
+        depths = sampler.draw_tokens(0, 500)
+    elif granularity == "batch":
+        drawn = [sampler.draw(step) for step in range(600)]
+        assert all(len(set(one.num_loops.tolist())) == 1 for one in drawn)
+        depths = Depths(*(np.array([getattr(one, k)[0] for one in drawn]) for k in ("no_grad_loops", "grad_loops")))
+    else:
+        depths = sampler.draw(0)
+    grad = backprop_loops or math.ceil(mean_loops / 2)
+    assert (depths.grad_loops == grad).all()
+    law = more_loops_law(distribution, mean_loops - grad)
+    if law.max() == 1:
+        assert (depths.no_grad_loops == law.argmax()).all()
+    elif granularity != "sequence":  # whose strata follow the law closer than chance
+        assert abs(chi_square_excess(depths.no_grad_loops, law)) < 3.5
+    else:
+        shares = np.bincount(depths.no_grad_loops, minlength=law.size) / 4_000
+        assert np.abs(np.cumsum(shares) - np.cumsum(law)).max() < 1e-3
+    expected = sampler.expected_loops(0)
+    assert expected == pytest.approx((mean_loops - grad, grad), abs=1e-6), "the mean is mu"
+
+
+def test_max_loops_bounds_no_grad_loops() -> None:
+    free = make_sampler(sampled_loops="no_grad").draw(0)
+    bounded = make_sampler(sampled_loops="no_grad", max_loops=6).draw(0)
+    assert np.array_equal(bounded.num_loops, np.minimum(free.num_loops, 6)) and (bounded.grad_loops == 4).all()
+    assert (make_sampler(sampled_loops="no_grad", max_loops=4).draw(0).num_loops == 4).all()
+
+
+@pytest.mark.parametrize("key", ["mean_loops", "max_loops"])
+def test_no_grad_loops_leave_room_for_those_with_gradient(key: str) -> None:
+    wrong: dict[str, Any] = {"mean_loops": 8.0, "max_loops": 12, "backprop_loops": 5} | {key: 4}
+    with pytest.raises(ConfigError, match=rf"recurrence\.{key}=4: expected at least 5 \(backprop_loops\)"):
+        RecurrenceConfig(sampled_loops="no_grad", **wrong)
+    RecurrenceConfig(**wrong)
+
+
+@pytest.mark.parametrize("distribution", ["poisson", "lognormal_poisson", "uniform", "fixed"])
+def test_no_grad_loops_on_a_ramp(distribution: str) -> None:
+    settings = {"distribution": distribution, "curriculum": "linear", "curriculum_steps": 10, "global_batch_size": 512}
+    sampler = make_sampler(sampled_loops="no_grad", **settings)
+    for step in (0, 3, 6, 10, 11):
+        depths = sampler.draw(step)
+        grad = math.ceil(sampler.mean_at(step) / 2)
+        assert (depths.grad_loops == grad).all()
+        assert depths.no_grad_loops.mean() == pytest.approx(sampler.mean_at(step) - grad, abs=0.51)
+    late = make_sampler(sampled_loops="no_grad", backprop_loops=4, **settings)
+    assert (late.draw(0).num_loops == 4).all(), "mu below mu_b: the loops with gradient alone"
+
+
+def test_micro_batches_of_no_grad_loops_have_plans_without_waste() -> None:
+    sampler = make_sampler(sampled_loops="no_grad", backprop_loops=3)
+    for step in range(20):
+        depths = sampler.draw(step)
+        for rows in form_micro_batches(depths, 8):
+            plan = LoopPlan.from_depths(depths.rows(rows))
+            updates = run_plan(plan)
+            assert np.array_equal(updates[0], depths.no_grad_loops[rows]) and (updates[1] == 3).all()
+            assert plan.executed_row_passes == plan.needed_row_passes
+
+
 # ------------------------------------------------------------------------------------------ ramps
 
 
@@ -300,14 +394,18 @@ def test_state_survives_json_and_names_each_difference() -> None:
             DepthSampler(**(state | {key: value})).load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"max_loops=None \(checkpoint: '\(absent\)'\)"):
         sampler.load_state_dict({k: v for k, v in state.items() if k != "max_loops"})
+    sampler.load_state_dict({k: v for k, v in state.items() if k != "sampled_loops"})  # of a run that drew all
+    with pytest.raises(CheckpointError, match="sampled_loops='no_grad'"):
+        make_sampler(curriculum="linear", curriculum_steps=10, sampled_loops="no_grad").load_state_dict(state)
     with pytest.raises(CheckpointError, match="unknown"):
         sampler.load_state_dict(state | {"unknown": 1})
 
 
 def test_sampler_from_config() -> None:
-    recurrence = RecurrenceConfig(mean_loops=6.0, backprop_loops=2, max_loops=20)
+    recurrence = RecurrenceConfig(mean_loops=6.0, backprop_loops=2, max_loops=20, sampled_loops="no_grad")
     sampler = DepthSampler.from_config(recurrence, seed=3, global_batch_size=16)
-    assert sampler == make_sampler(mean_loops=6.0, backprop_loops=2, max_loops=20, seed=3, global_batch_size=16)
+    settings = {"mean_loops": 6.0, "backprop_loops": 2, "max_loops": 20, "sampled_loops": "no_grad"}
+    assert sampler == make_sampler(seed=3, global_batch_size=16, **settings)
 
 
 @pytest.mark.parametrize(
@@ -323,6 +421,7 @@ def test_sampler_from_config() -> None:
         ({"max_loops": 0}, "model.recurrence.max_loops=0"),
         ({"lognormal_sigma": 0.0}, "model.recurrence.lognormal_sigma=0.0"),
         ({"curriculum": "linear"}, "model.recurrence.curriculum_steps=0"),
+        ({"sampled_loops": "grad"}, "model.recurrence.sampled_loops='grad'"),
         ({"seed": -1}, "train.seed=-1"),
         ({"global_batch_size": 0}, "train.global_batch_size=0"),
     ],

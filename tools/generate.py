@@ -20,9 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, TextStreamer
 
 from pretrain.errors import ConfigError, PretrainError
-from pretrain.hf.cache_looped import MODES
-from pretrain.hf.configuration_looped import LoopedConfig
-from pretrain.hf.exit_looped import RULES
+from pretrain.hf.configuration_looped import CACHE_MODES, EXIT_RULES, LoopedConfig, check_exit
 from pretrain.hf.modeling_looped import LoopedForCausalLM
 from pretrain.model.cache import LoopCache
 from pretrain.model.looped import LoopedLM
@@ -144,9 +142,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("path", type=Path, metavar="MODEL", help="folder of a run, a checkpoint or an exported model")
     parser.add_argument("--prompt", help="text to go on from (default: the start of a document)")
     parser.add_argument("--num-loops", type=int, help="default: the model's mean loops in training")
-    parser.add_argument("--exit-rule", choices=RULES, default="none", help="ends a token's loops early (%(default)s)")
-    parser.add_argument("--exit-threshold", help="a number, or never; needed with an exit rule")
-    parser.add_argument("--cache-mode", choices=MODES, default="full", help="keys and values of all loops, or the last")
+    parser.add_argument("--exit-rule", choices=EXIT_RULES, default="none", help="ends loops early (%(default)s)")
+    parser.add_argument("--exit-threshold", help="a number >= 0, or never; needed with an exit rule")
+    parser.add_argument("--cache-mode", choices=CACHE_MODES, default="full", help="of all loops, or of the last")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="(%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (%(default)s)")
@@ -187,10 +185,9 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     if threshold not in (None, "never"):
         try:
             threshold = float(threshold)
+            check_exit(args.exit_rule, threshold)
         except ValueError:
-            threshold = math.nan
-        if math.isnan(threshold):
-            raise ConfigError(f"--exit-threshold {args.exit_threshold}: expected a number, or never")
+            raise ConfigError(f"--exit-threshold {args.exit_threshold}: expected a number >= 0, or never") from None
     drawn = args.temperature > 0
     return {
         "max_new_tokens": args.max_new_tokens, "do_sample": drawn, "exit_rule": args.exit_rule,

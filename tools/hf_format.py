@@ -36,8 +36,8 @@ _LOOP = (
 # What only further training needs.
 _TRAINING_MODEL = ("vocab_multiple", "init", "embedding_std")
 _TRAINING_LOOP = (
-    "mean_loops", "backprop_loops", "distribution", "lognormal_sigma", "granularity", "max_loops", "curriculum",
-    "curriculum_steps",
+    "mean_loops", "backprop_loops", "distribution", "sampled_loops", "lognormal_sigma", "granularity", "max_loops",
+    "curriculum", "curriculum_steps",
 )  # fmt: skip
 _QK_NORM_EPS = 2.0**-23
 

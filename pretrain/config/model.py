@@ -68,6 +68,9 @@ class RecurrenceConfig:
     """mu_b, the most loops that get a gradient. null: ceil(mu / 2)."""
     distribution: Literal["poisson", "lognormal_poisson", "uniform", "fixed"] = "poisson"
     """Of the loop count: max(1, Poisson(mu)); Huginn's log-normal Poisson plus 1; uniform on [1, 2 mu - 1]; mu."""
+    sampled_loops: Literal["all", "no_grad"] = "all"
+    """What `distribution` is of. all: T, whose last min(T, mu_b) loops get a gradient (Parcae's algorithm 4).
+    no_grad: n with mean mu - mu_b, from 0 on; all rows have mu_b loops with gradient after them (algorithm 3)."""
     lognormal_sigma: Annotated[float, Range(TINY, 2)] = 0.5
     """Sigma of the log of the rate (lognormal_poisson only)."""
     granularity: Literal["sequence", "batch", "token"] = "sequence"
@@ -88,6 +91,13 @@ class RecurrenceConfig:
                 float(self.mean_loops).is_integer(), name + "mean_loops", self.mean_loops,
                 "a whole number, since distribution=fixed runs exactly that many loops",
             )  # fmt: skip
+        if self.sampled_loops == "no_grad":
+            most = self.most_backprop_loops
+            for key, value in (("mean_loops", self.mean_loops), ("max_loops", self.max_loops)):
+                require(
+                    value is None or value >= most, name + key, value,
+                    f"at least {most} (backprop_loops), the gradient loops that sampled_loops=no_grad gives each row",
+                )  # fmt: skip
         if self.curriculum != "none":
             require(
                 self.curriculum_steps >= 1, name + "curriculum_steps", self.curriculum_steps,
@@ -98,6 +108,11 @@ class RecurrenceConfig:
     def per_token(self) -> bool:
         """Whether every token has a loop count of its own."""
         return self.granularity == "token"
+
+    @property
+    def most_backprop_loops(self) -> int:
+        """mu_b at the full mean loop count, after any curriculum."""
+        return self.backprop_loops or math.ceil(self.mean_loops / 2)
 
     @property
     def default_loops(self) -> int:

@@ -132,7 +132,8 @@ class OptimizerConfig:
     muon_steps: Annotated[int, Range(1, 100)] = 5
     """Polar-express iterations."""
     muon_weight_decay: Annotated[float, Range(0, 1_000)] = 0.2
-    """Decayed linearly to 0 over the run; applied where update and weight agree in sign."""
+    """Decayed linearly to 0 over the run; applied where update and weight agree in sign, and scaled by a matrix's
+    shape like its update."""
 
 
 @dataclass(kw_only=True)

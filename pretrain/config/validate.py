@@ -5,7 +5,6 @@ Every message names the key, its value, what was expected and the nearest settin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from pretrain.config.bounds import require
@@ -137,7 +136,7 @@ def _check_loss(cfg: Config) -> None:
     }  # fmt: skip
     across = {f"loss.{key}": lag for key, lag in lags.items() if getattr(loss, key) > 0}
     across |= {"loss.objective=exit_weighted": 1} if exits else {}
-    most = cfg.model.recurrence.backprop_loops or math.ceil(cfg.model.recurrence.mean_loops / 2)
+    most = cfg.model.recurrence.most_backprop_loops
     for key, lag in across.items():
         require(
             most > lag, "model.recurrence.backprop_loops", most,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-MODES = ("full", "last")
+from .configuration_looped import CACHE_MODES
 
 
 class Slot(NamedTuple):
@@ -56,8 +56,8 @@ class LoopedCache(Cache):
     """
 
     def __init__(self, mode: str = "full") -> None:
-        if mode not in MODES:
-            raise ValueError(f"cache mode {mode!r}: expected one of {', '.join(MODES)}")
+        if mode not in CACHE_MODES:
+            raise ValueError(f"cache mode {mode!r}: expected one of {', '.join(CACHE_MODES)}")
         super().__init__(layers=[])
         self.mode = mode
         self.slots: dict[Slot, Entries] = {}

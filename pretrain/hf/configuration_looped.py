@@ -2,9 +2,54 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from transformers import PretrainedConfig
+
+EXIT_RULES = ("none", "kl", "state", "margin")
+CACHE_MODES = ("full", "last")
+
+_CHOICES = {
+    "block": ("pre", "sandwich"),
+    "mlp": ("relu2", "swiglu"),
+    "positions": ("rope", "learned"),
+    "rope_layout": ("interleaved", "half"),
+    "rope_direction": ("forward", "backward"),
+    "rope_table": ("fp32", "bf16"),
+    "injection": ("none", "input", "restart", "diagonal", "concat", "add"),
+    "discretization": ("euler", "zoh"),
+    "feedback": ("none", "attention", "attention_first", "residual"),
+    "state_init": ("like_init", "input", "zero", "normal", "embed", "unit"),
+    "readout": ("norm", "raw", "final_norm"),
+    "exit_rule": EXIT_RULES,
+    "cache_mode": CACHE_MODES,
+}
+_COUNTS = {
+    **dict.fromkeys(("vocab_size", "context_length", "width", "num_heads", "num_kv_heads", "head_dim", "ffn_width"), 1),
+    **dict.fromkeys(("core_width", "core_num_heads", "core_num_kv_heads", "core_ffn_width", "core_layers"), 1),
+    **dict.fromkeys(("num_loops", "sliding_window", "value_gate_channels"), 1),
+    **dict.fromkeys(("prelude_layers", "coda_layers"), 0),
+}
+_POSITIVE = ("norm_eps", "relu2_scale", "rope_base", "qk_norm_eps", "logit_softcap", "state_std")
+_MAY_BE_NONE = ("sliding_window", "logit_softcap")
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite number, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_exit(rule: Any, threshold: Any) -> None:
+    """ValueError unless `rule` is known and `threshold`, where there is one, is what it can be compared with."""
+    if rule not in EXIT_RULES:
+        raise ValueError(f"exit_rule={rule!r}: expected one of {', '.join(EXIT_RULES)}")
+    if threshold is None:
+        return
+    if rule == "none":
+        raise ValueError(f"exit_threshold={threshold!r}: expected None, since exit_rule is none")
+    if threshold != "never" and not (is_number(threshold) and threshold >= 0):
+        raise ValueError(f"exit_threshold={threshold!r}: expected a number >= 0 or 'never', since exit_rule={rule!r}")
 
 
 class LoopedConfig(PretrainedConfig):
@@ -106,6 +151,35 @@ class LoopedConfig(PretrainedConfig):
         for name in LoopedConfig.__annotations__:
             setattr(self, name, kwargs.pop(name, getattr(LoopedConfig, name)))
         super().__init__(**{"tie_word_embeddings": True} | kwargs)
+        self.check()
+
+    def check(self) -> None:
+        """ValueError naming the first field whose value no model can have."""
+
+        def require(holds: bool, name: str, expected: str) -> None:
+            if not holds:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}")
+
+        for name, known in _CHOICES.items():
+            require(getattr(self, name) in known, name, "one of " + ", ".join(known))
+        for name, least in _COUNTS.items():
+            value = getattr(self, name)
+            fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            require(fits or (value is None and name in _MAY_BE_NONE), name, f"an integer >= {least}")
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            fits = is_number(value) and value > 0
+            require(fits or (value is None and name in _MAY_BE_NONE), name, "a number > 0")
+        require(is_number(self.dropout) and 0 <= self.dropout < 1, "dropout", "a number in [0, 1)")
+        letters = isinstance(self.window_pattern, str) and bool(self.window_pattern)
+        require(letters and set(self.window_pattern) <= set("SL"), "window_pattern", "a word of the letters S and L")
+        for name, heads in (("num_kv_heads", self.num_heads), ("core_num_kv_heads", self.core_num_heads)):
+            require(heads % getattr(self, name) == 0, name, f"a divisor of the {heads} query heads")
+        require(self.positions == "learned" or self.head_dim % 2 == 0, "head_dim", "an even number, for RoPE")
+        if self.value_embeddings:
+            narrowest = min(self.width, self.core_width)
+            require(self.value_gate_channels <= narrowest, "value_gate_channels", f"at most the width {narrowest}")
+        check_exit(self.exit_rule, self.exit_threshold)
 
     @property
     def num_hidden_layers(self) -> int:

@@ -8,7 +8,8 @@
 Each token decides for itself, whatever else is in the batch. It keeps its state from then on, and in later loops its
 keys and values are those of its last loop (cache_looped.py). A forward ends when its last token has exited. `kl` and
 `margin` pass coda and head once per loop, where a token sees earlier ones as t loops (or their last one) leave them.
-Thresholds that are never met (0 for kl and state, 1 for margin, or "never") give exactly the full loops.
+Thresholds are numbers >= 0. Those that are never met (0 for kl and state, 1 for margin, or "never") give exactly the
+full loops.
 """
 
 from __future__ import annotations
@@ -16,9 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .configuration_looped import LoopedConfig
-
-RULES = ("none", "kl", "state", "margin")
+from .configuration_looped import LoopedConfig, check_exit
 
 
 class ExitTest:
@@ -34,16 +33,11 @@ class ExitTest:
         """The test that a call asks for, or its configuration; None where no token exits early."""
         if rule is None:
             rule, threshold = config.exit_rule, config.exit_threshold if threshold is None else threshold
-        if rule not in RULES:
-            raise ValueError(f"exit_rule={rule!r}: expected one of {', '.join(RULES)}")
-        if rule == "none":
-            if threshold is not None:
-                raise ValueError(f"exit_threshold={threshold!r}: expected None, since exit_rule is none")
+        check_exit(rule, threshold)
+        if rule == "none" or threshold == "never":
             return None
-        if threshold == "never":
-            return None
-        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or threshold != threshold:
-            raise ValueError(f"exit_threshold={threshold!r}: expected a number or 'never', since exit_rule={rule!r}")
+        if threshold is None:
+            raise ValueError(f"exit_threshold=None: expected a number or 'never', since exit_rule={rule!r}")
         return ExitTest(rule, float(threshold))
 
     def exits(self, state: Tensor, logits: Tensor | None) -> Tensor:

@@ -36,7 +36,7 @@ class Context(NamedTuple):
 class LoopedEmbedding(nn.Embedding):
     """The table of tokens, and the head where the two are tied.
 
-    Both products are calls of this module: hooks that bring weights from a disk, from another device or from other ranks
+    Both uses are calls of this module: hooks that bring weights from a disk, from another device or from other ranks
     (accelerate, FSDP) run when the module that owns them is called, and a weight that is read elsewhere is not there.
     """
 
@@ -45,11 +45,12 @@ class LoopedEmbedding(nn.Embedding):
         """`table` itself, or a module of this kind with its parameter."""
         if isinstance(table, cls):
             return table
-        own = cls(*table.weight.shape, padding_idx=table.padding_idx, device="meta")
+        rows, width = table.weight.shape
+        own = cls(rows, width, padding_idx=table.padding_idx, device="meta")
         own.weight = table.weight
         return own
 
-    def forward(self, x: Tensor, as_head: bool = False) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, as_head: bool = False) -> Tensor:
         """ids x [B, S] -> embeddings [B, S, D]; as the head, x [B, S, D] -> logits [B, S, V]."""
         return F.linear(x, self.weight) if as_head else super().forward(x)
 
@@ -237,7 +238,7 @@ class LoopedInjection(nn.Module):
     def forward(self, h: Tensor | None, drive: Any, first: bool) -> Any:
         """(u, h): the core's input, and the state (normalised, where set) that feedback sees.
 
-        Without a state `drive` is e [B, S, D], and what comes back is its part of every loop, the `drive` of later calls.
+        Without a state `drive` is e [B, S, D], and what comes back is its part of every loop: `drive` of later calls.
         """
         if h is None:
             return self.input(drive)

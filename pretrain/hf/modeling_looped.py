@@ -77,6 +77,7 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = ["LoopedLayer"]  # noqa: RUF012 - transformers reads these from the class
 
     def __init__(self, config: LoopedConfig) -> None:
+        config.check()  # from_pretrained sets what it was given after the configuration has been made
         super().__init__(config)
         if config._attn_implementation not in (None, "sdpa"):
             raise ValueError(f"attn_implementation={config._attn_implementation!r}: expected 'sdpa'")
@@ -204,6 +205,8 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):
         arguments that do not fit.
         """
         num_loops = self._checked_loops(num_loops)
+        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep={logits_to_keep}: expected 0, for all, or a number of last tokens")
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError(f"logits_to_keep={logits_to_keep}: expected 0 where labels are given")
         exits = ExitTest.of(exit_rule, exit_threshold, self.config)
@@ -275,12 +278,18 @@ class LoopedForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"attention_mask: shape {list(mask.shape)}, expected {[rows, past + length]}"
             )
+        if positions is not None and (positions.ndim != 2 or positions.shape not in ((1, length), (rows, length))):
+            raise ValueError(f"position_ids: shape {list(positions.shape)}, expected {[rows, length]} or {[1, length]}")
         places = torch.arange(past + length, device=device)
         if positions is None:
             counted = places[None] if mask is None else (mask.long().cumsum(-1) - 1).clamp(min=0)
             positions = counted[:, past:]
-        if config.positions == "learned" and int(positions.max()) >= config.context_length:
-            raise ValueError(f"position {int(positions.max())}: expected below context_length={config.context_length}")
+        if config.positions == "learned":
+            first, last = int(positions.min()), int(positions.max())
+            if first < 0:
+                raise ValueError(f"position {first}: expected none below 0")
+            if last >= config.context_length:
+                raise ValueError(f"position {last}: expected below context_length={config.context_length}")
         key_valid = None if mask is None or bool(mask.all()) else mask.bool()
         # Causal order is all that a first call needs, and one new token sees every key.
         plain = key_valid is None and (past == 0 or length == 1)

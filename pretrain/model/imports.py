@@ -318,7 +318,12 @@ class _Fields:
 
 
 _STATE_INITS = {"like-init": "like_init", "zero": "zero", "normal": "normal", "embed": "embed", "unit": "unit"}
-_DISTRIBUTIONS = {"poisson-truncated-full": "poisson", "poisson-lognormal-filling": "lognormal_poisson"}
+# (distribution, sampled_loops)
+_SAMPLING = {
+    "poisson-truncated-full": ("poisson", "all"),
+    "poisson-fill": ("poisson", "no_grad"),
+    "poisson-lognormal-filling": ("lognormal_poisson", "all"),
+}
 _INJECTIONS = {"diagonal": "diagonal", "linear": "concat", "add": "add"}
 _FAMILIES: dict[str, Family] = {"diagonal": "parcae", "concat": "rdm", "add": "add"}
 _MLPS = {"BaseMLP ReLU2": "relu2", "GatedMLP SiLU": "swiglu"}
@@ -356,12 +361,14 @@ def _recurrent_gpt(f: _Fields) -> tuple[dict[str, Any], dict[str, Any]]:
         "qk_bias": f.take("qk_bias", bool, False),
         "tie_embeddings": f.take("tie_embeddings", bool),
     }
+    distribution, sampled_loops = f.choose("sampling_scheme", _SAMPLING)
     recurrence = {
         "injection": f.choose("injection_type", _INJECTIONS),
         "state_init": f.choose("state_init", _STATE_INITS),
         "mean_loops": float(f.take("mean_recurrence", float)),
         "backprop_loops": f.take("mean_backprop_depth", int),
-        "distribution": f.choose("sampling_scheme", _DISTRIBUTIONS),
+        "distribution": distribution,
+        "sampled_loops": sampled_loops,
     }
     return model, recurrence
 

@@ -55,13 +55,14 @@ def muon_direction(
     Collective over `tensor_group` in that case.
     """
     if tensor_dim is None or tensor_group is None or dist.get_world_size(tensor_group) == 1:
-        return polar_express(matrix, num_steps, dtype) * _update_scale(matrix)
+        return polar_express(matrix, num_steps, dtype) * update_scale(matrix.shape)
     shards = [torch.empty_like(matrix) for _ in range(dist.get_world_size(tensor_group))]
     dist.all_gather(shards, matrix.contiguous(), group=tensor_group)
     whole = torch.cat(shards, tensor_dim)
-    direction = polar_express(whole, num_steps, dtype) * _update_scale(whole)
+    direction = polar_express(whole, num_steps, dtype) * update_scale(whole.shape)
     return direction.chunk(len(shards), tensor_dim)[dist.get_rank(tensor_group)]
 
 
-def _update_scale(matrix: torch.Tensor) -> float:
-    return math.sqrt(max(1.0, matrix.size(0) / matrix.size(1)))
+def update_scale(shape: torch.Size) -> float:
+    """sqrt(max(1, rows / columns)) of a whole matrix, which multiplies its learning rate: update and weight decay."""
+    return math.sqrt(max(1.0, shape[0] / shape[1]))

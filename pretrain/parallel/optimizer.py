@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from pretrain.config.schema import OptimizerConfig
-from pretrain.parallel.muon import muon_direction
+from pretrain.parallel.muon import muon_direction, update_scale
 from pretrain.parallel.partition import Partition
 from pretrain.parallel.schedule import Hyperparameters
 
@@ -144,8 +144,12 @@ class PartitionedOptimizer(torch.optim.Optimizer):
             for i, matrix in partition.collect(update).items()
         }  # fmt: skip
         partition.distribute(directions, update)
-        # Cautious weight decay (arXiv 2510.12402): only where the update shrinks the weight too.
+        # Cautious weight decay (arXiv 2510.12402): only where the update shrinks the weight too. As in Parcae's code a
+        # matrix has one learning rate, scaled by its shape, for update and decay.
         decay = (update * flat >= 0).to(flat.dtype).mul_(flat).mul_(group["weight_decay"])
+        tensor_size = dist.get_world_size(self._tensor_group)
+        for spec, piece in zip(partition.specs, partition.local_pieces, strict=True):
+            decay[piece.flat_start : piece.flat_start + piece.numel] *= update_scale(spec.whole_shape(tensor_size))
         flat.sub_(update.add_(decay), alpha=group["lr"])
 
     def state_entries(self) -> Iterator[StateEntry]:

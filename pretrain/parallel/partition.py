@@ -62,6 +62,10 @@ class ParamSpec:
     tensor_dim: int | None
     """Dimension sharded over tensor-parallel ranks. None: replicated."""
 
+    def whole_shape(self, tensor_size: int) -> torch.Size:
+        """Shape of the parameter that `tensor_size` tensor-parallel ranks hold."""
+        return torch.Size(n * tensor_size if dim == self.tensor_dim else n for dim, n in enumerate(self.shape))
+
     @property
     def cost(self) -> int:
         """Work of orthogonalising it, up to a factor: numel x smaller dimension."""

@@ -29,7 +29,11 @@ _GRID_PER_SIGMA, _GRID_SIGMAS = 8, 6
 
 @lru_cache(maxsize=4)
 def loop_thresholds(
-    distribution: Distribution, mean_loops: float, lognormal_sigma: float, max_loops: int | None
+    distribution: Distribution,
+    mean_loops: float,
+    lognormal_sigma: float,
+    max_loops: int | None,
+    fixed_loops: int = 0,
 ) -> NDArray[np.float64]:
     """P(T <= t) for t = 1, 2, ... without the last value of T; `loops_at` draws with it.
 
@@ -41,10 +45,17 @@ def loop_thresholds(
     uniform            on {1, ..., 2 mu - 1}, the bound rounded while mu is ramped.
     fixed              mu, rounded while it is ramped.
 
+    With `fixed_loops` F > 0 every draw has F loops and n more, so that T = F + n has mean mu: n is
+    Poisson(mu - F), Poisson with a log-normal rate of that mean (without the 1), uniform on
+    {0, ..., 2 (mu - F)}, or mu - F; 0 where mu is below F.
+
     `max_loops` moves the probability above it onto it (None: no bound). The array is shared
     between calls: do not write to it.
     """
-    if distribution == "poisson":
+    if fixed_loops:
+        more = _more_loops(distribution, max(mean_loops - fixed_loops, 0.0), lognormal_sigma)
+        thresholds = np.concatenate([np.zeros(fixed_loops - 1), more])
+    elif distribution == "poisson":
         thresholds = _cumulate(_poisson(mean_loops), first=0, max_loops=max_loops)
     elif distribution == "lognormal_poisson":
         probabilities = _lognormal_poisson(mean_loops, lognormal_sigma)
@@ -55,6 +66,17 @@ def loop_thresholds(
     else:
         thresholds = np.zeros(math.floor(mean_loops + 0.5) - 1)
     return thresholds if max_loops is None else thresholds[: max_loops - 1]
+
+
+def _more_loops(distribution: Distribution, mean: float, lognormal_sigma: float) -> NDArray[np.float64]:
+    """P(n <= 0), P(n <= 1), ... without the last value of n."""
+    if distribution == "fixed" or mean == 0.0:
+        return np.zeros(math.floor(mean + 0.5))
+    if distribution == "uniform":
+        count = math.floor(2 * mean + 0.5) + 1
+        return np.arange(1, count) / count
+    law = _poisson(mean) if distribution == "poisson" else _lognormal_poisson(mean, lognormal_sigma)
+    return _cumulate(law, first=1, max_loops=None)
 
 
 def loops_at(thresholds: NDArray[np.float64], u: NDArray[np.float64]) -> NDArray[np.int64]:

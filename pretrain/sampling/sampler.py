@@ -24,12 +24,16 @@ from pretrain.sampling.distributions import (
 from pretrain.sampling.placement import balanced_strata, num_deals, uniforms
 
 Granularity = Literal["sequence", "batch", "token"]
+SampledLoops = Literal["all", "no_grad"]
 
 GRAD_LOOP_COST = 3
 """Cost of a loop with gradient (forward 1, backward 2), where one without costs 1."""
 
 # Second half of the generator's key. Changing a number changes every run's draws.
 _SEQUENCE_STREAM, _BATCH_STREAM, _TOKEN_STREAM = 1, 2, 3
+
+# Fields that older checkpoints do not have, with the value that their runs had.
+_ADDED_FIELDS: dict[str, Any] = {"sampled_loops": "all"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +106,8 @@ class DepthSampler:
     global_batch_size: int
     max_loops: int | None = None
     lognormal_sigma: float = 0.5
+    sampled_loops: SampledLoops = "all"
+    """What the law is of: all loops of a row, or those before its last mu_b."""
 
     def __post_init__(self) -> None:
         name = "model.recurrence."
@@ -109,6 +115,7 @@ class DepthSampler:
             ("distribution", get_args(Distribution)),
             ("granularity", get_args(Granularity)),
             ("curriculum", get_args(Curriculum)),
+            ("sampled_loops", get_args(SampledLoops)),
         ):
             value = getattr(self, key)
             require(value in known, name + key, value, "one of " + ", ".join(known))
@@ -151,6 +158,7 @@ class DepthSampler:
             global_batch_size=global_batch_size,
             max_loops=recurrence.max_loops,
             lognormal_sigma=recurrence.lognormal_sigma,
+            sampled_loops=recurrence.sampled_loops,
         )
 
     def mean_at(self, step: int) -> float:
@@ -201,7 +209,7 @@ class DepthSampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Checks that `state` describes this sampler; CheckpointError names what differs."""
-        own = self.state_dict()
+        own, state = self.state_dict(), _ADDED_FIELDS | dict(state)
         different = [
             f"{key}={own.get(key, '(absent)')!r} (checkpoint: {state.get(key, '(absent)')!r})"
             for key in sorted(own.keys() | state.keys())
@@ -215,7 +223,10 @@ class DepthSampler:
             )
 
     def _thresholds(self, step: int) -> NDArray[np.float64]:
-        return loop_thresholds(self.distribution, self.mean_at(step), self.lognormal_sigma, self.max_loops)
+        fixed_loops = self.backprop_loops_at(step) if self.sampled_loops == "no_grad" else 0
+        return loop_thresholds(
+            self.distribution, self.mean_at(step), self.lognormal_sigma, self.max_loops, fixed_loops
+        )
 
     def _depths(self, step: int, u: NDArray[np.float64]) -> Depths:
         return Depths.truncated(loops_at(self._thresholds(step), u), self.backprop_loops_at(step))

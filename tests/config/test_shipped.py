@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pretrain.config.load import dump_config, load_config, save_resolved
+from pretrain.config.load import diff_configs, dump_config, load_config, save_resolved
 from pretrain.config.schema import Config
 from pretrain.config.validate import validate
 from tools import document_config
@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(ROOT.glob("configs/*.yaml"))
 PUBLISHED = [f"{family}_{size}" for family in ("parcae", "gpt") for size in ("140m", "370m", "770m", "1b3")]
 OTHERS = [
-    "tiny", "rdm_100m", "rdm_350m", "flt_small", "flt_base", "lt_base", "blindspot_44m", "blindspot_129m",
+    "tiny", "rdm_100m", "rdm_350m", "parcae_rdm_100m", "parcae_rdm_350m", "flt_small", "flt_base", "lt_base",
+    "blindspot_44m", "blindspot_129m", "blindspot_1b4",
     "parcae_flt_140m", "parcae_1b3_tp2", "parcae_1b3_tp2_pp2", "flt_base_pp2", "tiny_tp2_pp2",
 ]  # fmt: skip
 
@@ -42,6 +43,15 @@ def test_the_plain_transformer_differs_from_parcae_in_the_recurrence_alone(size:
     gpt.model.recurrence, gpt.model.family = parcae.model.recurrence, parcae.model.family
     gpt.run.name = parcae.run.name
     assert gpt == parcae
+
+
+@pytest.mark.parametrize("size", ["100m", "350m"])
+def test_parcae_in_the_setting_of_rdm_differs_in_the_model_alone(size: str) -> None:
+    parcae, rdm = (load_config(ROOT / f"configs/{name}_{size}.yaml") for name in ("parcae_rdm", "rdm"))
+    changed = {key.removeprefix("model.") for key, *_ in diff_configs(rdm, parcae)}
+    assert changed == {
+        "run.name", "family", "block", "recurrence.injection",
+    }  # fmt: skip
 
 
 def test_published_recipe() -> None:

@@ -123,6 +123,8 @@ def test_every_family_as_its_preset_has_it_is_accepted(make: Any, family: str) -
         ("model.family=blindspot loss.objective=per_loop", 1),
         ("checkpoint.keep_every_steps=2000", 1),
         ("validation.num_loops=[1,32]", 1),
+        ("model.recurrence.sampled_loops=no_grad model.recurrence.backprop_loops=8 parallel.pipeline=2", 2),
+        ("model.family=gpt model.recurrence.sampled_loops=no_grad", 1),
     ],
 )
 def test_sound_combinations_are_accepted(make: Any, overrides: str, world_size: int) -> None:

@@ -87,7 +87,7 @@ def test_a_run_becomes_a_folder_and_text_and_a_start_of_training(
         assert output.startswith("the loop") and "12 tokens, 3.00 loops per token" in notes
         texts.append(output)
     assert texts[0] == texts[1]
-    exits = [*arguments, "--exit-rule", "margin", "--exit-threshold", "-1", "--cache-mode", "last"]
+    exits = [*arguments, "--exit-rule", "margin", "--exit-threshold", "0", "--cache-mode", "last"]
     assert generate.main([str(out), *exits]) == 0 and "1.00 loops per token" in capsys.readouterr().err
 
     assert convert_from_hf.main([str(out), str(start)]) == 0
@@ -152,7 +152,7 @@ def test_bad_input_is_named_and_nothing_is_written(
     gpt = save_run(text_config, tmp_path / "gpt", "gpt")
     assert "--num-loops 4: expected 1, since a gpt has no loops" in refused(generate, gpt, "--num-loops", "4")
     assert "expected both, or none" in refused(generate, run, "--exit-rule", "kl")
-    for threshold in ("x", "nan"):
+    for threshold in ("x", "nan", "-1", "inf"):
         assert f"--exit-threshold {threshold}: expected a number" in refused(
             generate, run, "--exit-rule", "kl", "--exit-threshold", threshold
         )

@@ -150,7 +150,7 @@ def test_the_shared_cache_holds_one_loop() -> None:
 # ---------------------------------------------------------------------------------------------------------- exit rules
 
 NEVER = {"kl": 0.0, "state": 0.0, "margin": 1.0}
-AT_ONCE = {"kl": (1e9, 2), "state": (1e9, 2), "margin": (-1.0, 1)}
+AT_ONCE = {"kl": (1e9, 2), "state": (1e9, 2), "margin": (0.0, 1)}
 """(threshold that is met at once, the loop where)"""
 SOMETIMES = {"kl": 0.2, "state": 0.6, "margin": 0.3}
 

@@ -22,8 +22,8 @@ UNTIED = {"untied": ("parcae", {}, {"tie_embeddings": False}), "untied_rdm": ("r
 
 
 def units(exported: LoopedForCausalLM, whole_layers: bool) -> dict[nn.Module, list[nn.Parameter]]:
-    """Modules with what comes and goes with them: each with its own parameters, as accelerate's hooks have it, or layers
-    and the model's other children with all below them, as FSDP has it."""
+    """Modules with what comes and goes with them: each with its own parameters, as accelerate's hooks have it, or
+    layers and the model's other children with all below them, as FSDP has it."""
     if not whole_layers:
         return {module: list(module.parameters(recurse=False)) for module in exported.modules()}
     layers = [*exported.prelude, *exported.core, *exported.coda]

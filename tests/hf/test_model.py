@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from pretrain.config.load import load_config
 from pretrain.config.model import ModelConfig, RecurrenceConfig
+from pretrain.hf.configuration_looped import LoopedConfig
 from pretrain.hf.modeling_looped import LoopedForCausalLM
 from tests.hf.models import hf_model, model, pair, tokens
 from tests.model.helpers import make_batch, train_loss
@@ -168,6 +171,15 @@ def test_padding_on_either_side_changes_nothing(family: str) -> None:
         ({"exit_rule": "entropy"}, "exit_rule='entropy': expected one of none, kl, state, margin"),
         ({"exit_rule": "kl"}, "exit_threshold=None: expected a number or 'never'"),
         ({"exit_threshold": 0.1}, "exit_threshold=0.1: expected None, since exit_rule is none"),
+        ({"exit_rule": "kl", "exit_threshold": -1}, "exit_threshold=-1: expected a number >= 0 or 'never'"),
+        ({"exit_rule": "state", "exit_threshold": -0.5}, "exit_threshold=-0.5: expected a number >= 0"),
+        ({"exit_rule": "margin", "exit_threshold": -1.0}, "exit_threshold=-1.0: expected a number >= 0"),
+        ({"exit_rule": "margin", "exit_threshold": math.inf}, "exit_threshold=inf: expected a number >= 0"),
+        ({"exit_rule": "kl", "exit_threshold": math.nan}, "exit_threshold=nan: expected a number >= 0"),
+        ({"exit_rule": "kl", "exit_threshold": True}, "exit_threshold=True: expected a number >= 0"),
+        ({"exit_rule": "kl", "exit_threshold": "soon"}, "exit_threshold='soon': expected a number >= 0"),
+        ({"logits_to_keep": -1}, "logits_to_keep=-1: expected 0, for all, or a number of last tokens"),
+        ({"position_ids": torch.zeros(1, 3, dtype=torch.int64)}, r"position_ids: shape \[1, 3\], expected \[2, 4\]"),
         ({"attention_mask": torch.ones(2, 3)}, r"attention_mask: shape \[2, 3\], expected \[2, 4\]"),
         ({"initial_state": torch.zeros(2, 4, 3)}, r"initial_state: shape \[2, 4, 3\], expected \[2, 4, 16\]"),
         ({"labels": torch.zeros(2, 4, dtype=torch.int64), "logits_to_keep": 1}, "logits_to_keep=1: expected 0"),
@@ -178,11 +190,51 @@ def test_arguments_that_do_not_fit(arguments: dict[str, object], message: str) -
         model("parcae")(tokens(2, 4), **arguments)
 
 
+OUT_OF_RANGE: dict[str, list[object]] = {
+    "num_loops": [0, -1, 2.5, True, None],
+    "exit_rule": ["entropy", None],
+    "exit_threshold": [-1, 0.1],  # the second without a rule
+    "cache_mode": ["half"],
+    "vocab_size": [0],
+    "num_kv_heads": [3],
+    "core_num_kv_heads": [3],
+    "head_dim": [0, 7],
+    "core_layers": [0],
+    "prelude_layers": [-1],
+    "norm_eps": [0.0, -1e-5, math.nan],
+    "logit_softcap": [0, -15.0],
+    "dropout": [1.0, -0.1],
+    "sliding_window": [0],
+    "window_pattern": ["SX", ""],
+    "value_gate_channels": [10_000],
+    "injection": ["diag"],
+    "readout": ["normed"],
+    "state_init": ["ones"],
+    "state_std": [0.0, math.inf],
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_configurations_out_of_range(name: str, tmp_path: Path) -> None:
+    """At once, and in a folder whose settings are given to from_pretrained, which sets them later."""
+    sound = model("parcae")
+    settings = {key: value for key, value in sound.config.to_dict().items() if key in LoopedConfig.__annotations__}
+    sound.save_pretrained(tmp_path)
+    for value in OUT_OF_RANGE[name]:
+        message = re.escape(f"{name}={value!r}: expected ")
+        with pytest.raises(ValueError, match=message):
+            LoopedConfig(**settings | {name: value})
+        with pytest.raises(ValueError, match=message):
+            LoopedForCausalLM.from_pretrained(tmp_path, **{name: value})
+
+
 def test_inputs_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"input_ids: shape \[1, 0\]"):
         model("parcae")(torch.zeros(1, 0, dtype=torch.int64))
     with pytest.raises(ValueError, match="position 96: expected below context_length=96"):
         model("blindspot")(tokens(1, 97))
+    with pytest.raises(ValueError, match="position -1: expected none below 0"):
+        model("blindspot")(tokens(1, 2), position_ids=torch.tensor([[-1, 0]]))
     with pytest.raises(NotImplementedError, match="value embeddings"):
         model("parcae").resize_token_embeddings(64)
 

@@ -34,6 +34,19 @@ PARCAE: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [
+        ("poisson-truncated-full", ("poisson", "all")),
+        ("poisson-fill", ("poisson", "no_grad")),
+        ("poisson-lognormal-filling", ("lognormal_poisson", "all")),
+    ],
+)
+def test_sampling_schemes(scheme: str, expected: tuple[str, str]) -> None:
+    cfg = import_config("parcae", PARCAE | {"sampling_scheme": scheme}, ["value_embeds.0.weight"])
+    assert (cfg.recurrence.distribution, cfg.recurrence.sampled_loops) == expected
+
+
 def _parcae_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
     """Random tensors under the official names, with table and gate in every second layer."""
     cfg = import_config("parcae", config, ["value_embeds.0.weight"])

@@ -24,12 +24,15 @@ EXACT = {
     "parcae_flt_140m": 144_323_136,
     "rdm_100m": 114_242_560,
     "rdm_350m": 382_765_056,
+    "parcae_rdm_350m": 378_558_464,
+    "parcae_rdm_100m": 113_189_888,  # published as 114,242,560, which is rdm_100m's
     # Published as 127.1, 317.9, 43.9 and 128.8 million.
     "flt_small": 127_107_072,
     "flt_base": 317_915_136,
     "lt_base": 317_915_136,
     "blindspot_44m": 43_934_208,
     "blindspot_129m": 128_822_016,
+    "blindspot_1b4": 1_383_745_536,
 }
 
 

@@ -6,6 +6,7 @@ boundary of ZeRO falls between parameters. Tensor parallelism shards the block's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -152,6 +153,7 @@ def plain_training(run: Config, num_steps: int, valid_tokens: dict[int, int] | N
                 momenta[name] = values.muon_momentum * momenta[name] + (1 - values.muon_momentum) * p.grad
                 ahead = (1 - values.muon_momentum) * p.grad + values.muon_momentum * momenta[name]
                 update = muon_direction(ahead, run.optimizer.muon_steps, torch.float32, None, None)
-                p -= values.muon_lr * (update + values.muon_weight_decay * p * (update * p >= 0))
+                decay = values.muon_weight_decay * math.sqrt(max(1, p.shape[0] / p.shape[1]))
+                p -= values.muon_lr * (update + decay * p * (update * p >= 0))
     trace.weights = {n: p.detach().clone() for n, p in named.items()}
     return trace

@@ -29,7 +29,7 @@ LAW_GROUPS: dict[str, tuple[Law, ...]] = {
 CHOICES = ("iso_flop", *LAW_GROUPS, "test_time")
 ALL_SIZES = "all sizes"
 MIN_TEST_LOOPS = 6
-"""Loop counts of a test-time curve: the largest law has four constants."""
+"""Loop counts of a test-time curve: the largest laws have three constants, and the held-out part needs some too."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,18 @@ class TestTime:
     """The same beyond `seen_loops`, by law."""
     exponential: Fit
     """To all loop counts."""
+
+    @property
+    def above_floor(self) -> float | None:
+        """L(T = mu) - L_inf in nats (Parcae, table 13); None where the run was not evaluated at mu."""
+        at_mean = [loss for t, loss in zip(self.num_loops, self.loss, strict=True) if t == round(self.mean_loops)]
+        return at_mean[0] - self.exponential.constants["L_inf"].value if at_mean else None
+
+    @property
+    def relative_gap(self) -> float | None:
+        """|L(T = mu) - L_inf| / L(T = mu)."""
+        gap = self.above_floor
+        return None if gap is None else abs(gap) / (self.exponential.constants["L_inf"].value + gap)
 
 
 @dataclass

@@ -137,10 +137,10 @@ EXPONENTIAL = Law(
 _T_TERM = (Constant("Z", 0.001, 5.0, ("num_loops", "z")), Constant("z", 0.02, 5.0))
 
 SHIFTED_POWER = Law(
-    "shifted_power", "L(T) = L_inf + Z (T + s)^-z",
-    (Constant("L_inf", 0.1, 5.0), *_T_TERM, Constant("s", 0.05, 10.0)), ("num_loops",),
-    lambda c, v: c["L_inf"] + c["Z"] * np.exp(-c["z"] * np.log(v["num_loops"] + c["s"])),
+    "shifted_power", "L(T) = L_inf + Z (1 + T)^-z", (Constant("L_inf", 0.1, 5.0), *_T_TERM), ("num_loops",),
+    lambda c, v: c["L_inf"] + c["Z"] * _power(1 + v["num_loops"], c["z"]),
 )  # fmt: skip
+"""The other forms of table 12: this one, a power with a floor and a power alone."""
 
 FLOOR_POWER = Law(
     "floor_power", "L(T) = L_inf + Z T^-z", (Constant("L_inf", 0.1, 5.0), *_T_TERM), ("num_loops",),

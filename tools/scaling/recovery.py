@@ -55,7 +55,7 @@ PLANTED: dict[str, tuple[Law, dict[str, float]]] = {
     "unified_unscaled": (UNIFIED_UNSCALED, _TRAINING | {"Z": 1.5, "z": 0.5}),
     "iso_depth": (ISO_DEPTH, PUBLISHED["iso_depth"].constants | {"A": 23.0, "B": 1_300.0}),
     "exponential": (EXPONENTIAL, {"L_inf": 2.9, "Z": 1.5, "z": 0.5}),
-    "shifted_power": (SHIFTED_POWER, {"L_inf": 2.9, "Z": 1.5, "z": 1.5, "s": 1.0}),
+    "shifted_power": (SHIFTED_POWER, {"L_inf": 2.9, "Z": 1.5, "z": 1.5}),
     "floor_power": (FLOOR_POWER, {"L_inf": 2.9, "Z": 1.0, "z": 1.5}),
     "power": (POWER, {"Z": 3.5, "z": 0.05}),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 
 from tools.report import Table
@@ -60,14 +61,23 @@ def curves_table(fits: Fits) -> Table:
         rows.append([
             item.run, *(_constant(c[name]) for name in ("L_inf", "Z", "z")),
             *(_percent(item.in_sample.get(name)) for name in names),
-            *(_percent(item.out_of_sample.get(name)) for name in names), item.seen_loops,
+            *(_percent(item.out_of_sample.get(name)) for name in names), item.seen_loops, _gap(item.above_floor),
+            _percent(item.relative_gap),
         ])  # fmt: skip
     if len(rows) > 1:
-        rows.append(["root mean square", "", "", "", *_means(fits, names), None])
+        gaps = [item.relative_gap for item in fits.test_time if item.relative_gap is not None]
+        nats = [abs(item.above_floor) for item in fits.test_time if item.above_floor is not None]
+        errors = list(_means(fits, names))
+        mean = (_gap(statistics.fmean(nats)), _percent(statistics.fmean(gaps))) if gaps else ("-", "-")
+        largest = (_gap(max(nats)), _percent(max(gaps))) if gaps else ("-", "-")
+        rows.append(["root mean square; of the differences, mean", "", "", "", *errors, None, *mean])
+        rows.append(["largest difference", "", "", "", *([""] * len(errors)), None, *largest])
     short = {"exponential": "exp", "shifted_power": "shifted", "floor_power": "power + floor", "power": "power"}
     columns = ["run", "L_inf", "Z", "z", *(f"{short[name]}, fitted" for name in names),
-               *(f"{short[name]}, beyond" for name in names), "fitted up to T"]  # fmt: skip
-    return Table(columns, rows, "Test-time loops: L(T) = L_inf + Z exp(-z T), and RMS relative errors of four forms")
+               *(f"{short[name]}, beyond" for name in names), "fitted up to T",
+               "L(mu) - L_inf, nats", "of L(mu)"]  # fmt: skip
+    return Table(columns, rows, "Test-time loops: L(T) = L_inf + Z exp(-z T), RMS relative errors of four forms, and "
+                 "how far the loss at T = mu is from the floor")  # fmt: skip
 
 
 def _means(fits: Fits, names: list[str]) -> Iterator[str]:
@@ -75,6 +85,10 @@ def _means(fits: Fits, names: list[str]) -> Iterator[str]:
         for name in names:
             errors = [getattr(item, kind)[name] for item in fits.test_time if name in getattr(item, kind)]
             yield _percent(math.sqrt(sum(e * e for e in errors) / len(errors)) if errors else None)
+
+
+def _gap(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
 
 
 def _percent(value: float | None) -> str:

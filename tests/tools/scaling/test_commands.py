@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tools.scaling.fits import Settings, fit_table
 from tools.scaling.plan import read_plan
 from tools.scaling.predict import Latency, best_for_budget, constants_from, inputs_of, loops_for_loss, predict_loss
 from tools.scaling.store import read_fits, write_fits
+from tools.scaling.summary import curves_table
 from tools.scaling_law import main
 
 FAST = Settings(readings=("all",), starts=2, bootstraps=20)
@@ -53,6 +56,24 @@ def test_fits_of_a_study(folder: Path) -> None:
     for curve in fits.test_time:
         assert curve.in_sample["exponential"] < 1e-5
         assert curve.out_of_sample["exponential"] < curve.out_of_sample["power"]
+
+
+def test_how_far_the_loss_at_the_mean_is_from_the_floor(folder: Path) -> None:
+    """Parcae's table 13. The losses are invented: 0.3 exp(-2 T / mu) above their floor."""
+    fits = read_fits(folder / "fits.json")
+    (curve,) = fits.test_time
+    expected = 0.3 * math.exp(-2.0)
+    assert curve.above_floor == pytest.approx(expected, rel=1e-3)
+    assert curve.relative_gap == pytest.approx(expected / curve.loss[curve.num_loops.index(8)], rel=1e-3)
+    fits.test_time.append(replace(curve, run="other", mean_loops=2.0))
+    fits.test_time.append(replace(curve, run="nowhere", mean_loops=5.0))
+    assert fits.test_time[2].above_floor is None
+    table = curves_table(fits)
+    gaps = {str(row[0]): row[table.columns.index("L(mu) - L_inf, nats")] for row in table.rows}
+    at_two = 0.3 * math.exp(-0.5)
+    assert gaps[curve.run] == f"{expected:.4f}" and gaps["nowhere"] == "-"
+    assert gaps["largest difference"] == gaps["other"] == f"{at_two:.4f}"
+    assert gaps["root mean square; of the differences, mean"] == f"{(expected + at_two) / 2:.4f}"
 
 
 def test_the_page_needs_no_network(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

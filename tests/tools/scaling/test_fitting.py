@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -76,6 +78,18 @@ def test_exact_data_give_exact_predictions(name: str) -> None:
     found = fit(law, inputs, loss, starts=3, bootstraps=2)
     assert relative_error(law, found.values, inputs, loss) < 3e-4
     assert all(found.constants[c].value == pytest.approx(truth[c], rel=0.05) for c in ("E", law.names[-1]))
+
+
+def test_the_forms_of_table_12() -> None:
+    """L_inf + Z (1 + T)^-z and its neighbours, by hand at T = 3."""
+    constants, t = {"L_inf": 2.0, "Z": 0.5, "z": 1.5}, {"num_loops": 3.0}
+    expected = {
+        "exponential": 2 + 0.5 * math.exp(-4.5), "shifted_power": 2 + 0.5 / 8, "floor_power": 2 + 0.5 / 3**1.5,
+        "power": 0.5 / 3**1.5,
+    }  # fmt: skip
+    for name, value in expected.items():
+        law = LAWS[name]
+        assert float(law.predict({key: constants[key] for key in law.names}, t)) == pytest.approx(value)
 
 
 def test_what_the_data_do_not_vary_is_named() -> None:
