@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
+from pretrain.arguments import integer, pathname
 from pretrain.config.families import FAMILIES
 from pretrain.config.schema import Config
 from pretrain.data.loader import RankBatch
@@ -338,11 +339,9 @@ def main() -> None:
         ("families", FAMILY_NAMES), ("optimizers", OPTIMIZERS), ("layouts", CASE_NAMES), ("precisions", PRECISIONS),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", nargs="+", default=choices, choices=choices, metavar="NAME")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--markdown", type=Path, help="document whose table takes the differences")
+    parser.add_argument("--steps", type=integer(1, 10**6), default=20)
+    parser.add_argument("--markdown", type=pathname, help="document whose table takes the differences")
     args = parser.parse_args()
-    if args.steps < 1:
-        parser.error(f"--steps={args.steps}: expected a positive integer")
     if args.markdown is not None and not _has_marks(args.markdown):
         parser.error(f"--markdown={args.markdown}: expected a document with the lines {BEGIN} and {END} around a table")
     set_up_console()
