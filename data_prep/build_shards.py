@@ -40,6 +40,7 @@ from data_prep.tasks import (
     sync_folder,
     write_text,
 )
+from pretrain.arguments import integer, number, pathname
 from pretrain.data.manifest import (
     MANIFEST_NAME,
     PARTIAL_SUFFIX,
@@ -292,19 +293,19 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[BuildSettings, int]:
     )
     add = parser.add_argument
     add("sources", nargs="+", help=f"demo, files or folders; {', '.join(KINDS)}")
-    add("--tokenizer", type=Path, required=True, help="folder written by train_tokenizer.py")
-    add("--out", type=Path, required=True, help="folder of the data set; must not exist")
-    add("--row-tokens", type=int, required=True, help="ids per row: context_length + 1")
-    for flag, default, text in (
-        ("--validation-fraction", 0.005, "share of the documents; 0: no validation split"),
-        ("--seed", 0, "of the shuffle and the split"),
-        ("--processes", default_processes(), "worker processes"),
-        ("--text-column", "text", "key of jsonl objects, column of parquet"),
-        ("--shard-bytes", 1 << 26, "upper bound of a shard, uncompressed"),
-        ("--bucket-tokens", 1 << 26, "ids that a process shuffles in memory at a time"),
-        ("--unit-bytes", 1 << 26, "source bytes that a process reads at a time"),
+    add("--tokenizer", type=pathname, required=True, help="folder written by train_tokenizer.py")
+    add("--out", type=pathname, required=True, help="folder of the data set; must not exist")
+    add("--row-tokens", type=integer(), required=True, help="ids per row: context_length + 1")
+    for flag, kind, default, text in (
+        ("--validation-fraction", number(), 0.005, "share of the documents; 0: no validation split"),
+        ("--seed", integer(), 0, "of the shuffle and the split"),
+        ("--processes", integer(1, 1_024), default_processes(), "worker processes"),
+        ("--text-column", str, "text", "key of jsonl objects, column of parquet"),
+        ("--shard-bytes", integer(), 1 << 26, "upper bound of a shard, uncompressed"),
+        ("--bucket-tokens", integer(), 1 << 26, "ids that a process shuffles in memory at a time"),
+        ("--unit-bytes", integer(), 1 << 26, "source bytes that a process reads at a time"),
     ):
-        add(flag, type=type(default), default=default, help=f"{text} (%(default)s)")
+        add(flag, type=kind, default=default, help=f"{text} (%(default)s)")
     add("--text-separator", help="between documents of .txt files; default: a file is a document")
     add("--pack", choices=tuple(PACKINGS), default="join",
         help="join: documents one after another, rows cut anywhere; best-fit: every row begins with "
@@ -314,8 +315,6 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[BuildSettings, int]:
         help="on text that is missing, not UTF-8 or not JSON (%(default)s)")  # fmt: skip
     values = vars(parser.parse_args(argv))
     processes = values.pop("processes")
-    if processes < 1:
-        parser.error(f"--processes is {processes}, expected an integer >= 1")
     values["inputs"] = tuple(values.pop("sources"))
     values["text_format"] = TextFormat(
         column=values.pop("text_column"), separator=values.pop("text_separator")

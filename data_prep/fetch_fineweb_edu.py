@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from data_prep.sources import FETCH_INCOMPLETE
 from data_prep.tasks import command
+from pretrain.arguments import integer, pathname
 from pretrain.errors import ConfigError, DataError
 from pretrain.foreign import check_name, files_below, path_below
 
@@ -171,14 +172,12 @@ def main() -> None:
     )
     add = parser.add_argument
     add("subset", choices=list(SUBSETS))
-    add("--out", type=Path, required=True, help="folder for the parquet files")
-    add("--max-files", type=int, help="only the first so many files (about 2 GB each)")
+    add("--out", type=pathname, required=True, help="folder for the parquet files")
+    add("--max-files", type=integer(1), help="only the first so many files (about 2 GB each)")
     add("--revision", default="main", help="branch, tag or commit on the hub (%(default)s)")
-    add("--mirror", type=Path, help="folder with a copy of the repository, instead of the hub")
+    add("--mirror", type=pathname, help="folder with a copy of the repository, instead of the hub")
     add("--copy", action="store_true", help="with --mirror: copy instead of symbolic links")
     values = parser.parse_args()
-    if values.max_files is not None and values.max_files < 1:
-        parser.error(f"--max-files is {values.max_files}, expected an integer >= 1")
     if values.copy and values.mirror is None:
         parser.error("--copy goes with --mirror")
     if values.mirror is not None:

@@ -36,6 +36,7 @@ from data_prep.sources import (
     read_unit,
 )
 from data_prep.tasks import command
+from pretrain.arguments import integer, pathname
 from pretrain.data.tokenizer_files import fit_for_generation
 from pretrain.errors import ConfigError
 
@@ -168,17 +169,17 @@ def main() -> None:
     )
     add = parser.add_argument
     add("sources", nargs="+", help=f"demo, files or folders; {', '.join(KINDS)}")
-    add("--out", type=Path, required=True, help="folder of the tokenizer; must not exist")
+    add("--out", type=pathname, required=True, help="folder of the tokenizer; must not exist")
     add(
-        "--vocab-size", type=int, default=32_768, help="with special tokens and bytes (%(default)s)"
+        "--vocab-size", type=integer(most=2**24), default=32_768, help="with special tokens and bytes (%(default)s)"
     )
     add(
         "--sample-bytes",
-        type=int,
+        type=integer(1),
         default=200_000_000,
         help="UTF-8 bytes of text to train on (%(default)s)",
     )
-    add("--seed", type=int, default=0, help="of the sample (%(default)s)")
+    add("--seed", type=integer(0), default=0, help="of the sample (%(default)s)")
     add(
         "--text-column",
         default="text",

@@ -18,6 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from data_prep.tasks import command, default_processes, parallel, progress
+from pretrain.arguments import integer, pathname
 from pretrain.data.manifest import Manifest, ShardFile, read_manifest, read_shards
 from pretrain.errors import DataError
 
@@ -106,11 +107,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="data set written by build_shards.py")
-    parser.add_argument("--processes", type=int, default=default_processes(), help="(%(default)s)")
+    parser.add_argument("folder", type=pathname, help="data set written by build_shards.py")
+    parser.add_argument("--processes", type=integer(1, 1_024), default=default_processes(), help="(%(default)s)")
     arguments = parser.parse_args()
-    if arguments.processes < 1:
-        parser.error(f"--processes is {arguments.processes}, expected an integer >= 1")
     problems = verify(arguments.folder, arguments.processes)
     if problems:
         raise DataError(f"{len(problems)} problems\n" + "\n".join(problems))

@@ -11,10 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from launchers.commands import call
 from launchers.ending import describe, is_worth_a_restart, job_name, read_ending, restart_count
+from pretrain.arguments import integer, pathname
 from pretrain.errors import STOPPED_EXIT_CODE
 
 SCONTROL_SEC, SCONTROL_TRIES, SCONTROL_WAIT_SEC = 60, 5, 3
@@ -24,9 +24,9 @@ SCONTROL_SEC, SCONTROL_TRIES, SCONTROL_WAIT_SEC = 60, 5, 3
 def main(argv: Sequence[str]) -> int:
     """Returns the job's exit code: of the first task that ended otherwise than with 0, else srun's."""
     parser = argparse.ArgumentParser(prog="launchers.requeue", allow_abbrev=False)
-    parser.add_argument("--folder", type=Path, required=True, help="where the tasks recorded how they ended")
-    parser.add_argument("--max-requeues", type=int, required=True)
-    parser.add_argument("--status", type=int, required=True, help="srun's exit code")
+    parser.add_argument("--folder", type=pathname, required=True, help="where the tasks recorded how they ended")
+    parser.add_argument("--max-requeues", type=integer(), required=True)
+    parser.add_argument("--status", type=integer(), required=True, help="srun's exit code")
     args = parser.parse_args(argv)
     first = read_ending(args.folder, os.environ)
     exit_code = args.status if first is None else first.exit_code

@@ -33,6 +33,7 @@ from launchers.job import TrainJob
 from launchers.local import LocalRun
 from launchers.queue import note_jobs, require_not_queued
 from launchers.sweep import read_sweep
+from pretrain.arguments import integer, pathname
 from pretrain.config.load import load_config, save_resolved
 from pretrain.config.schema import Config
 from pretrain.config.validate import validate
@@ -71,19 +72,25 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     )
     add = parser.add_argument
     add("--config", required=True, metavar="PATH", help="YAML file, such as configs/parcae_140m.yaml")
-    add("--nodes", type=int, default=1, metavar="N")
+    add("--nodes", type=integer(most=100_000), default=1, metavar="N")
     tasks = parser.add_mutually_exclusive_group(required=True)
-    tasks.add_argument("--gpus-per-node", type=int, metavar="G", help="one task per GPU")
-    tasks.add_argument("--tasks-per-node", type=int, metavar="T", help="without GPUs")
-    add("--cpus-per-task", type=int, metavar="C", help="default: 1 + data.num_workers")
+    tasks.add_argument("--gpus-per-node", type=integer(most=1_024), metavar="G", help="one task per GPU")
+    tasks.add_argument("--tasks-per-node", type=integer(most=1_024), metavar="T", help="without GPUs")
+    add("--cpus-per-task", type=integer(most=100_000), metavar="C", help="default: 1 + data.num_workers")
     add("--partition", metavar="P", help="default: the cluster's")
     add("--time", metavar="T", help="limit of one start: 90, 24:00:00, 2-12; default: the partition's")
     add("--account", metavar="A")
-    add("--requeue", type=int, default=0, metavar="N", help="starts after the first one, at most; default 0")
-    add("--stop-sec", type=int, default=120, metavar="S", help="stop so long before the limit; default 120")
-    add("--array", type=Path, metavar="SWEEP.yaml", help="a sweep as a job array: a list of overrides, or a grid")
-    add("--array-parallelism", type=int, metavar="M", help="runs of a sweep at a time, at most")
-    add("--master-port", type=int, metavar="PORT", help="default: from job id and restart count")
+    add(
+        "--requeue", type=integer(most=10**6), default=0, metavar="N",
+        help="starts after the first one, at most; default 0",
+    )  # fmt: skip
+    add(
+        "--stop-sec", type=integer(most=10**6), default=120, metavar="S",
+        help="stop so long before the limit; default 120",
+    )  # fmt: skip
+    add("--array", type=pathname, metavar="SWEEP.yaml", help="a sweep as a job array: a list of overrides, or a grid")
+    add("--array-parallelism", type=integer(most=10**6), metavar="M", help="runs of a sweep at a time, at most")
+    add("--master-port", type=integer(), metavar="PORT", help="default: from job id and restart count")
     add("--sbatch", action="append", default=[], metavar="KEY[=VALUE]", help="any other option of sbatch; repeatable")
     add("--cluster", choices=("slurm", "local"), default="slurm", help="local: this machine, in the foreground")
     add("--dry-run", action="store_true", help="check everything and print the batch script")

@@ -14,10 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
+from pretrain.config.yaml_text import read_yaml
 from pretrain.errors import ConfigError
 
 FORMS = "a list of lists such as [optimizer.lr=4e-3, train.seed=1], or 'grid:' with a list of values for each key"
@@ -28,9 +25,9 @@ def read_sweep(path: Path) -> list[list[str]]:
     if not path.is_file():
         raise ConfigError(f"--array {path}: no such file; expected {FORMS}")
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path))
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"--array {path}: cannot be read: {error}") from error
+        tree = read_yaml(path)
+    except ConfigError as error:
+        raise ConfigError(f"--array {error}") from error
     runs = _grid(path, tree["grid"]) if isinstance(tree, dict) and list(tree) == ["grid"] else _list(path, tree)
     for i, run in enumerate(runs):
         if run in runs[:i]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from pretrain.config.bounds import require
 from pretrain.config.schema import Config, SourceConfig
 from pretrain.data.manifest import MANIFEST_NAME, Manifest, read_manifest
 from pretrain.errors import ConfigError
@@ -96,17 +99,44 @@ def _check_source(cfg: Config, source: SourceConfig) -> Manifest:
 
 
 def _check_rows(cfg: Config, manifests: dict[str, Manifest]) -> None:
-    """One global batch must fit into an epoch; validation reads the first `validation.rows` rows."""
-    if len(manifests) < len(cfg.data.all_sources):
+    """An epoch must hold a global batch and rows of every source; validation reads `validation.rows`, shared out."""
+    sources, batch = cfg.data.all_sources, cfg.train.global_batch_size
+    if any(source.path not in manifests for source in sources):
         return
-    names = ", ".join(manifests)
-    rows = sum(manifest.splits["train"].rows for manifest in manifests.values())
-    batch = cfg.train.global_batch_size
-    if rows < batch:
-        raise ConfigError(f"train.global_batch_size={batch}: expected at most the {rows} training rows of {names}")
-    rows = sum(m.splits["validation"].rows for m in manifests.values() if "validation" in m.splits)
-    if rows < cfg.validation.rows:
-        raise ConfigError(
-            f"validation.rows={cfg.validation.rows}: expected at most the {rows} validation rows of {names}, or 0 to "
-            "train without validation"
-        )
+    names, weights = ", ".join(manifests), [source.weight for source in sources]
+    rows = sum(manifests[source.path].splits["train"].rows for source in sources)
+    require(rows >= batch, "train.global_batch_size", batch, f"at most the {rows} training rows of {names}")
+    nodes = cfg.data.canonical_nodes
+    require(nodes <= rows, "data.canonical_nodes", nodes, f"at most the {rows} rows of an epoch")
+    for i, source in enumerate(sources):
+        require(
+            source.weight / sum(weights) * rows >= 1, f"data.sources[{i}].weight", source.weight,
+            f"a weight that gives {source.path} at least one of the {rows} rows of an epoch",
+        )  # fmt: skip
+    validated = [(source, manifests[source.path]) for source in sources]
+    validated = [pair for pair in validated if "validation" in pair[1].splits]
+    _check_validation_rows(cfg, validated, names)
+
+
+def _check_validation_rows(cfg: Config, pairs: Sequence[tuple[SourceConfig, Manifest]], names: str) -> None:
+    wanted, held = cfg.validation.rows, [manifest.splits["validation"].rows for _, manifest in pairs]
+    require(
+        sum(held) >= wanted, "validation.rows", wanted,
+        f"at most the {sum(held)} validation rows of {names}, or 0 to train without validation",
+    )  # fmt: skip
+    counts = apportion(wanted, [source.weight for source, _ in pairs])
+    for (source, _), count, rows in zip(pairs, counts, held, strict=True):
+        require(
+            rows >= count, "validation.rows", wanted,
+            f"fewer, since {count} of them fall to {source.path} by its weight {source.weight}, and it has {rows}",
+        )  # fmt: skip
+
+
+def apportion(total: int, weights: Sequence[float]) -> list[int]:
+    """`total` in whole parts proportional to `weights`, by largest remainder (ties: the first)."""
+    exact = [weight / sum(weights) * total for weight in weights]
+    parts = [math.floor(part) for part in exact]
+    largest_first = sorted(range(len(parts)), key=lambda i: parts[i] - exact[i])
+    for i in largest_first[: total - sum(parts)]:
+        parts[i] += 1
+    return parts

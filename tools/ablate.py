@@ -38,14 +38,14 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from launchers.slurm import is_finished
 from pretrain import processes
+from pretrain.arguments import number, pathname
 from pretrain.config.load import diff_configs, dump_config, load_config
 from pretrain.config.schema import Config
 from pretrain.config.validate import require_validation
+from pretrain.config.yaml_text import read_yaml
 from pretrain.errors import STOPPED_EXIT_CODE, ConfigError, DistributedError, PretrainError, TrainingError
 from pretrain.files import write_text
 from pretrain.folder_lock import FolderLock
@@ -89,10 +89,7 @@ def read_experiment(path: Path) -> Experiment:
     """The experiment in a file; ConfigError naming the file and the key that is wrong."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected an experiment such as configs/ablations/readout.yaml")
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(path))
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    tree = read_yaml(path)
     keys = {"config": str, "reference": str, "seeds": list, "loops": int, "variants": dict}
     if not isinstance(tree, dict) or set(tree) != set(keys):
         raise ConfigError(f"{path}: expected exactly the keys {', '.join(keys)}")
@@ -372,16 +369,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools.ablate"
     )
-    parser.add_argument("experiment", type=Path, help="file such as configs/ablations/readout.yaml")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the runs and the report")
-    parser.add_argument("--minutes", type=float, help="stop after this time; the same command goes on")
+    parser.add_argument("experiment", type=pathname, help="file such as configs/ablations/readout.yaml")
+    parser.add_argument("--out", type=pathname, required=True, help="folder of the runs and the report")
+    parser.add_argument("--minutes", type=number(0, above=True), help="stop after this time; the same command goes on")
     parser.add_argument("--in-process", action="store_true", help="train here (tools.short_run): for runs of minutes")
     parser.add_argument("--only", type=lambda text: text.split(","), metavar="A,B", help="run these variants only")
-    parser.add_argument("--list", type=Path, metavar="SWEEP", help="write the runs for launchers/slurm.py --array")
+    parser.add_argument("--list", type=pathname, metavar="SWEEP", help="write the runs for launchers/slurm.py --array")
     args, overrides = parser.parse_known_args(arguments)
     try:
-        if args.minutes is not None and not args.minutes > 0:
-            raise ConfigError(f"--minutes {args.minutes:g}: expected a number > 0")
         experiment = restricted(read_experiment(args.experiment), args.only)
         trials = trials_of(experiment, args.out, overrides)
         if args.list is not None:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 import pretrain.model.objective as objective
 from pretrain.accounting import StepWork, device_peak_flops, forward_flops, model_flops, utilization
+from pretrain.arguments import integer, number, pathname
 from pretrain.config.families import make_model_config
 from pretrain.config.load import load_config
 from pretrain.config.model import ModelConfig
@@ -311,21 +312,21 @@ def main(argv: Sequence[str]) -> int:
     """Measures, prints, and writes --out; returns 0."""
     size = Size()
     parser = argparse.ArgumentParser(prog="bench", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--rows", type=int, default=size.rows, help="of the micro-batch")
-    parser.add_argument("--mean-loops", type=float, default=size.mean_loops)
-    parser.add_argument("--layers", type=int, nargs=3, default=size.layers, metavar=("P", "R", "C"))
-    parser.add_argument("--width", type=int, default=size.width)
-    parser.add_argument("--vocab-size", type=int, default=size.vocab_size)
-    parser.add_argument("--length", type=int, default=size.length, help="tokens of a row")
+    parser.add_argument("--rows", type=integer(1, 2**24), default=size.rows, help="of the micro-batch")
+    parser.add_argument("--mean-loops", type=number(1, 1_000), default=size.mean_loops)
+    parser.add_argument("--layers", type=integer(0, 512), nargs=3, default=size.layers, metavar=("P", "R", "C"))
+    parser.add_argument("--width", type=integer(1, 2**20), default=size.width)
+    parser.add_argument("--vocab-size", type=integer(1, 2**24), default=size.vocab_size)
+    parser.add_argument("--length", type=integer(1, 2**24), default=size.length, help="tokens of a row")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS)[1:], default=list(VARIANTS)[1:])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
+    parser.add_argument("--rounds", type=integer(1, 10**6), default=5)
+    parser.add_argument("--threads", type=integer(1, 1_024), default=1, help="of the CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--set", action="store_true", help="the sizes and variants of docs/benchmarks.md; no other flags"
     )
     parser.add_argument("--cache", action="store_true", help="the cache of generation alone, by the size flags")
-    parser.add_argument("--out", type=Path, help="Markdown file to write")
+    parser.add_argument("--out", type=pathname, help="Markdown file to write")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     device = torch.device(args.device)

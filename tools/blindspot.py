@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pretrain.arguments import integer, pathname
 from pretrain.config.loss import LossConfig
 from pretrain.data.manifest import TokenizerInfo, read_manifest
 from pretrain.diagnostics.interventions import Clamp, Noise, RemoveRadial, ZeroSubspace
@@ -349,9 +350,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     defaults = Settings()
     what = "folder of a run, of a checkpoint or of an exported model"
-    parser.add_argument("models", type=Path, nargs="+", metavar="MODEL", help=what)
-    parser.add_argument("--data", type=Path, required=True, help="data set whose validation split is measured on")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the report")
+    parser.add_argument("models", type=pathname, nargs="+", metavar="MODEL", help=what)
+    parser.add_argument("--data", type=pathname, required=True, help="data set whose validation split is measured on")
+    parser.add_argument("--out", type=pathname, required=True, help="folder of the report")
     parser.add_argument("--overwrite", action="store_true", help="replace a report that OUT holds")
     for name, what in (
         ("loops", "K_max"), ("rows", "rows to measure on"), ("batch_rows", "rows at a time"),
@@ -359,13 +360,13 @@ def main(arguments: list[str] | None = None) -> int:
         ("repeats", "timed passes for each K"),
     ):  # fmt: skip
         flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=int, default=getattr(defaults, name), help=f"{what} (%(default)s)")
+        least = 0 if name == "new_tokens" else 1
+        parser.add_argument(
+            flag, type=integer(least, 10**6), default=getattr(defaults, name), help=f"{what} (%(default)s)",
+        )  # fmt: skip
     args = parser.parse_args(arguments)
     try:
         settings = Settings(**{name: getattr(args, name) for name in asdict(defaults)})
-        for name, value in asdict(settings).items():
-            if value < (name != "new_tokens"):
-                raise ConfigError(f"--{name.replace('_', '-')}={value}: expected a positive integer")
         if args.out.exists() and not args.out.is_dir():
             raise ConfigError(f"--out {args.out}: it is a file; expected a folder for the report")
         if any((args.out / name).exists() for name in ("report.json", "report.html")) and not args.overwrite:

@@ -32,6 +32,7 @@ if not __package__:
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
+from pretrain.arguments import integer, pathname
 from pretrain.config.families import FAMILIES
 from pretrain.config.schema import Config
 from pretrain.files import write_text
@@ -224,20 +225,16 @@ def main() -> None:
         ("families", FAMILY_NAMES), ("optimizers", OPTIMIZERS), ("layouts", CASE_NAMES), ("precisions", PRECISIONS),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", nargs="+", default=choices, choices=choices, metavar="NAME")
-    parser.add_argument("--draws", type=int, default=0, metavar="N", help="in place of the table: N draws")
+    parser.add_argument("--draws", type=integer(0, 10**6), default=0, metavar="N", help="in place of the table: N draws")
     parser.add_argument(
         "--configurations", nargs="+", metavar="P x OVERRIDES", type=_configuration,
         help="in place of the table: configurations as a draw prints them, such as '2 x model.family=gpt zero.stage=2'",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of the draws")
-    parser.add_argument("--first", type=int, default=0, help="number of the first draw")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--markdown", type=Path, help="document whose table takes the differences")
+    parser.add_argument("--seed", type=integer(0), default=0, help="of the draws")
+    parser.add_argument("--first", type=integer(0), default=0, help="number of the first draw")
+    parser.add_argument("--steps", type=integer(1, 10**6), default=20)
+    parser.add_argument("--markdown", type=pathname, help="document whose table takes the differences")
     args = parser.parse_args()
-    if args.steps < 1:
-        parser.error(f"--steps={args.steps}: expected a positive integer")
-    if args.draws < 0 or args.first < 0:
-        parser.error(f"--draws={args.draws} --first={args.first}: expected integers from 0 on")
     if args.markdown is not None and not _has_marks(args.markdown):
         parser.error(f"--markdown={args.markdown}: expected a document with the lines {BEGIN} and {END} around a table")
     set_up_console()

@@ -19,6 +19,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from pretrain.arguments import pathname
 from pretrain.config.load import dump_config, load_config
 from pretrain.config.model import ModelConfig
 from pretrain.config.schema import CheckpointConfig, Config
@@ -67,8 +68,8 @@ def main(argv: list[str]) -> int:
         prog="tools.convert_from_hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("source", type=Path, metavar="MODEL", help="folder in Hugging Face form")
-    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("source", type=pathname, metavar="MODEL", help="folder in Hugging Face form")
+    parser.add_argument("out", type=pathname, help="folder to make")
     args = parser.parse_args(argv)
     try:
         cfg = convert(args.source, args.out)

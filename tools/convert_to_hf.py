@@ -14,6 +14,7 @@ import re
 import sys
 from pathlib import Path
 
+from pretrain.arguments import pathname
 from pretrain.config.load import load_config
 from pretrain.data.sources import tokenizer_folder
 from pretrain.errors import ConfigError, PretrainError
@@ -57,10 +58,10 @@ def main(argv: list[str]) -> int:
         prog="tools.convert_to_hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("path", type=Path, metavar="RUN_OR_CHECKPOINT")
-    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("path", type=pathname, metavar="RUN_OR_CHECKPOINT")
+    parser.add_argument("out", type=pathname, help="folder to make")
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="of the stored weights (%(default)s)")
-    parser.add_argument("--tokenizer", type=Path, help="its folder (default: that of the run's first data set)")
+    parser.add_argument("--tokenizer", type=pathname, help="its folder (default: that of the run's first data set)")
     parser.add_argument("--max-shard-size", default="5GB", help="size of a weights file (%(default)s)")
     args = parser.parse_args(argv)
     try:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from pretrain.accounting import count_parameters, device_peak_flops, hardware_flops, model_flops
+from pretrain.arguments import integer, number
 from pretrain.config.bounds import require
 from pretrain.config.load import load_config
 from pretrain.config.schema import Config
@@ -32,12 +33,16 @@ def main(argv: Sequence[str]) -> int:
     assert default_peak is not None
     parser = argparse.ArgumentParser(prog="estimate", description=__doc__, allow_abbrev=False)
     parser.add_argument("config", help="YAML file")
-    parser.add_argument("--gpus", type=int, help="GPUs of the run (default: parallel.tensor x parallel.pipeline)")
     parser.add_argument(
-        "--peak-tflops", type=float, default=default_peak / 1e12,
+        "--gpus", type=integer(most=10**6), help="GPUs of the run (default: parallel.tensor x parallel.pipeline)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--peak-tflops", type=number(most=10**9), default=default_peak / 1e12,
         help=f"dense bf16 peak of a GPU (default: %(default)g, {DEFAULT_DEVICE})",
     )  # fmt: skip
-    parser.add_argument("--mfu", type=float, default=0.4, help="MFU of a GPU while it computes (default: %(default)g)")
+    parser.add_argument(
+        "--mfu", type=number(), default=0.4, help="MFU of a GPU while it computes (default: %(default)g)",
+    )  # fmt: skip
     args, overrides = parser.parse_known_args(argv)
     try:
         require(0 < args.mfu <= 1, "--mfu", args.mfu, "a share in (0, 1], such as 0.4")

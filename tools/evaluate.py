@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pretrain.arguments import integer, pathname
 from pretrain.errors import ConfigError, PretrainError
 from pretrain.evaluation.catalog import HARNESS_PREFIX, LOSS, open_tasks
 from pretrain.evaluation.depth_task import SOLVED_DEPTH, fit_depths
@@ -167,26 +168,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("model", type=Path, help="folder of a run, of a checkpoint or of an exported model")
+    parser.add_argument("model", type=pathname, help="folder of a run, of a checkpoint or of an exported model")
     parser.add_argument("--tasks", required=True, type=lambda text: text.split(","), help="names, with commas between")
     parser.add_argument("--num-loops", type=_counts, help="counts, with commas between (default: 1, 2, 4 and mu)")
-    parser.add_argument("--out", type=Path, help="folder for the results (default: MODEL/evaluation)")
+    parser.add_argument("--out", type=pathname, help="folder for the results (default: MODEL/evaluation)")
     parser.add_argument("--task-data", help="folder with a folder of requests for each task")
     parser.add_argument("--core-bundle", help="folder with core.yaml, eval_meta_data.csv and eval_data/")
     parser.add_argument("--include-path", help="folder with lm-evaluation-harness task files")
-    parser.add_argument("--data", type=Path, help="data set of the task `loss` (default: the run's first)")
-    parser.add_argument("--tokenizer", type=Path, help="folder (default: the model's, or that of its data)")
-    parser.add_argument("--rows", type=int, default=512, help="validation rows of the task `loss` (%(default)s)")
-    parser.add_argument("--limit", type=int, help="documents of each task but loss and texts (default: all); problems "
-                        "of each depth (default: 128)")  # fmt: skip
+    parser.add_argument("--data", type=pathname, help="data set of the task `loss` (default: the run's first)")
+    parser.add_argument("--tokenizer", type=pathname, help="folder (default: the model's, or that of its data)")
+    parser.add_argument("--rows", type=integer(1), default=512, help="validation rows of the task `loss` (%(default)s)")
+    parser.add_argument("--limit", type=integer(1), help="documents of each task but loss and texts (default: all); "
+                        "problems of each depth (default: 128)")  # fmt: skip
     parser.add_argument("--depths", type=_counts, default=[], help="of depth tasks, with commas between (default: of "
                         "1-8, 10, 12, 16, 20, 24 and 32 those that fit the context)")  # fmt: skip
-    parser.add_argument("--batch-tokens", type=int, default=8_192, help="tokens in a batch (%(default)s)")
+    parser.add_argument("--batch-tokens", type=integer(1, 2**24), default=8_192, help="tokens in a batch (%(default)s)")
     args = parser.parse_args(argv)
-    for name in ("rows", "limit", "batch_tokens"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} {value}: expected an integer >= 1")
     if len(set(args.tasks)) < len(args.tasks):
         parser.error(f"--tasks {','.join(args.tasks)}: one of them comes twice")
     args.out = args.out or args.model / NAME
@@ -195,9 +192,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _counts(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text}: expected integers >= 1, with commas between")
-    return sorted({int(part) for part in parts})
+    try:
+        return sorted({integer(1, 4_096)(part) for part in parts})
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{text}: expected integers >= 1, with commas between ({error})") from error
 
 
 def main(argv: Sequence[str]) -> int:

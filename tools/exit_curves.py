@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from pretrain.arguments import integer, pathname
 from pretrain.errors import ConfigError, PretrainError
 from pretrain.hf.modeling_looped import LoopedForCausalLM
 from tools.baselines import split_rows
@@ -74,16 +75,16 @@ def plot(points: dict[str, list[tuple[float, float, float]]], path: Path) -> Non
 def main(argv: list[str]) -> int:
     """Measures, prints, draws; returns the exit code."""
     parser = argparse.ArgumentParser(prog="tools.exit_curves", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("path", type=Path, metavar="MODEL", help="folder of a run, a checkpoint or an exported model")
-    parser.add_argument("--out", type=Path, required=True, help="PNG file to write")
-    parser.add_argument("--data", type=Path, help="data set (default: the run's first)")
-    parser.add_argument("--rows", type=int, default=64, help="of the validation split (%(default)s)")
-    parser.add_argument("--num-loops", type=int, help="where no exit ends them (default: the mean in training)")
+    parser.add_argument(
+        "path", type=pathname, metavar="MODEL", help="folder of a run, a checkpoint or an exported model",
+    )  # fmt: skip
+    parser.add_argument("--out", type=pathname, required=True, help="PNG file to write")
+    parser.add_argument("--data", type=pathname, help="data set (default: the run's first)")
+    parser.add_argument("--rows", type=integer(1), default=64, help="of the validation split (%(default)s)")
+    loops_help = "where no exit ends them (default: the mean in training)"
+    parser.add_argument("--num-loops", type=integer(1, 4_096), help=loops_help)
     args = parser.parse_args(argv)
     try:
-        for name, value in (("num-loops", args.num_loops), ("rows", args.rows)):
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name} {value}: expected an integer >= 1")
         if not args.out.absolute().parent.is_dir():
             raise ConfigError(f"--out {args.out}: its folder does not exist")
         saved = read_saved(args.path)

@@ -12,13 +12,13 @@ import argparse
 import math
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, TextStreamer
 
+from pretrain.arguments import integer, number, pathname
 from pretrain.errors import ConfigError, PretrainError
 from pretrain.hf.configuration_looped import CACHE_MODES, EXIT_RULES, LoopedConfig, check_exit
 from pretrain.hf.modeling_looped import LoopedForCausalLM
@@ -139,17 +139,21 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="tools.generate",
         allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("path", type=Path, metavar="MODEL", help="folder of a run, a checkpoint or an exported model")
+    parser.add_argument(
+        "path", type=pathname, metavar="MODEL", help="folder of a run, a checkpoint or an exported model",
+    )  # fmt: skip
     parser.add_argument("--prompt", help="text to go on from (default: the start of a document)")
-    parser.add_argument("--num-loops", type=int, help="default: the model's mean loops in training")
+    parser.add_argument("--num-loops", type=integer(most=4_096), help="default: the model's mean loops in training")
     parser.add_argument("--exit-rule", choices=EXIT_RULES, default="none", help="ends loops early (%(default)s)")
     parser.add_argument("--exit-threshold", help="a number >= 0, or never; needed with an exit rule")
     parser.add_argument("--cache-mode", choices=CACHE_MODES, default="full", help="of all loops, or of the last")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="(%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=integer(most=2**24), default=64, help="(%(default)s)")
+    parser.add_argument(
+        "--temperature", type=number(most=10**6), default=0.8, help="0: the most likely token (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=integer(most=2**63 - 1), default=0, help="of the draws (%(default)s)")
     parser.add_argument("--dtype", choices=list(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
-    parser.add_argument("--tokenizer", type=Path, help="folder (default: the model's, or that of its data)")
+    parser.add_argument("--tokenizer", type=pathname, help="folder (default: the model's, or that of its data)")
     args = parser.parse_args(argv)
     cuda = torch.cuda.is_available()
     try:

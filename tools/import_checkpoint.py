@@ -24,6 +24,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from pretrain.arguments import pathname
 from pretrain.errors import CheckpointError, ConfigError, PretrainError
 from pretrain.model.imports import Imported, Source, import_checkpoint
 from tools.hf_folder import Export, export, read_config, read_safetensors
@@ -77,8 +78,8 @@ def main(argv: list[str]) -> int:
         allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--family", choices=get_args(Source), required=True)
-    parser.add_argument("source", type=Path, metavar="SRC")
-    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("source", type=pathname, metavar="SRC")
+    parser.add_argument("out", type=pathname, help="folder to make")
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="of the stored weights (%(default)s)")
     args = parser.parse_args(argv)
     try:

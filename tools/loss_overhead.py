@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from pretrain.accounting import StepWork, auxiliary_flops, count_parameters, model_flops
+from pretrain.arguments import integer
 from pretrain.config.families import make_model_config
 from pretrain.config.loss import LossConfig
 from pretrain.config.model import AuxiliaryConfig, ModelConfig
@@ -111,11 +112,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name, default in (
         ("rows", 8), ("width", 256), ("layers", 4), ("vocab-size", 8_192), ("length", 128), ("rounds", 7),
     ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default, help="(%(default)s)")
+        parser.add_argument(f"--{name}", type=integer(1, 2**24), default=default, help="(%(default)s)")
     settings = parser.parse_args(arguments)
-    for name, value in vars(settings).items():
-        if value < 1:
-            parser.error(f"--{name.replace('_', '-')}={value}: expected a positive integer")
     table = measure(settings)
     print(f"{table.caption}\n\n{markdown(table)}")
     return 0

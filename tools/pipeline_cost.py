@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
+from pretrain.arguments import integer
 from pretrain.config.model import RecurrenceConfig
 from pretrain.config.schema import Config
 from pretrain.messages import set_up_console
@@ -167,15 +168,12 @@ def _worker(rank: int, parent: int, port: int, num_ranks: int, args: argparse.Na
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints both measurements as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="pipeline ranks (%(default)s)")
-    parser.add_argument("--micro-batches", type=int, default=8, help="per step (%(default)s)")
-    parser.add_argument("--rows", type=int, default=4, help="of a micro-batch (%(default)s)")
-    parser.add_argument("--mean-loops", type=int, default=8, help="(%(default)s)")
-    parser.add_argument("--steps", type=int, default=5, help="steps of drawn depths (%(default)s)")
+    parser.add_argument("--ranks", type=integer(1, 64), nargs="+", default=[2, 4], help="pipeline ranks (%(default)s)")
+    parser.add_argument("--micro-batches", type=integer(1, 10**6), default=8, help="per step (%(default)s)")
+    parser.add_argument("--rows", type=integer(1, 10**6), default=4, help="of a micro-batch (%(default)s)")
+    parser.add_argument("--mean-loops", type=integer(1, 1_000), default=8, help="(%(default)s)")
+    parser.add_argument("--steps", type=integer(1, 10**6), default=5, help="steps of drawn depths (%(default)s)")
     args = parser.parse_args(argv)
-    for name in ("micro_batches", "rows", "mean_loops", "steps"):
-        if (value := getattr(args, name)) < 1:
-            parser.error(f"--{name.replace('_', '-')}={value}: expected a positive integer")
     for ranks in args.ranks:
         if ranks < 2 or args.micro_batches % ranks:
             parser.error(

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pretrain.accounting import device_peak_flops
+from pretrain.arguments import integer, number, pathname
 from pretrain.config.bounds import require
 from pretrain.config.load import load_config
 from pretrain.errors import ConfigError, PretrainError
@@ -89,15 +90,18 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     assert peak is not None
     add = parser.add_argument
     add("items", nargs="+", metavar="CONFIG | section.key=value", help="one file per size; overrides hold for all runs")
-    add("--flops", type=float, nargs="+", required=True, help="budgets, model FLOPs of a run")
-    add("--mean-loops", type=float, nargs="+", required=True)
+    add("--flops", type=number(0, 1e40, above=True), nargs="+", required=True, help="budgets, model FLOPs of a run")
+    add("--mean-loops", type=number(1, 1_000), nargs="+", required=True)
     add("--constraint", choices=CONSTRAINTS, default=CONSTRAINTS[0], help="default: %(default)s")
-    add("--layers", type=int, help="effective layers with fixed_layers; default: the configuration's")
-    add("--seeds", type=int, nargs="+", default=[0], help="runs per point; default: %(default)s")
-    add("--min-steps", type=int, default=200, help="refuse shorter runs; default: %(default)s")
-    add("--peak-tflops", type=float, default=peak / 1e12, help=f"of a GPU; default: %(default)g, {DEFAULT_DEVICE}")
-    add("--mfu", type=float, default=0.4, help="default: %(default)g")
-    add("--out", type=Path, required=True, metavar="DIR", help="for sweep files and plan.json")
+    add("--layers", type=integer(1, 10**6), help="effective layers with fixed_layers; default: the configuration's")
+    add("--seeds", type=integer(0, 2**64 - 1), nargs="+", default=[0], help="runs per point; default: %(default)s")
+    add("--min-steps", type=integer(1, 10**9), default=200, help="refuse shorter runs; default: %(default)s")
+    add(
+        "--peak-tflops", type=number(0, 10**9, above=True), default=peak / 1e12,
+        help=f"of a GPU; default: %(default)g, {DEFAULT_DEVICE}",
+    )  # fmt: skip
+    add("--mfu", type=number(), default=0.4, help="default: %(default)g")
+    add("--out", type=pathname, required=True, metavar="DIR", help="for sweep files and plan.json")
 
 
 def _plan(args: argparse.Namespace) -> None:
@@ -125,10 +129,12 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _collect_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
-    parser.add_argument("--plan", type=Path, nargs="+", help=f"{PLAN_NAME}, or several; without it runs have no budget")
+    parser.add_argument("runs", type=pathname, nargs="+", metavar="RUN", help="folders of runs")
+    parser.add_argument(
+        "--plan", type=pathname, nargs="+", help=f"{PLAN_NAME}, or several; without it runs have no budget",
+    )  # fmt: skip
     parser.add_argument("--family", help="leave out the runs of other families")
-    parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="PATH.parquet and PATH.csv")
+    parser.add_argument("--out", type=pathname, required=True, metavar="PATH", help="PATH.parquet and PATH.csv")
 
 
 def _collect(args: argparse.Namespace) -> None:
@@ -145,14 +151,20 @@ def _collect(args: argparse.Namespace) -> None:
 
 def _fit_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("table", type=Path, help="of `collect`")
+    add("table", type=pathname, help="of `collect`")
     add("--laws", nargs="+", choices=CHOICES, default=list(CHOICES), help="default: all that the table allows")
     add("--readings", nargs="+", choices=list(READINGS), default=list(READINGS), help="of N; default: all")
-    add("--delta", type=float, help="of the Huber loss on ln L; default: 1.345 deviations of residuals, at least 1e-3")
-    add("--starts", type=int, default=STARTS, help=f"of L-BFGS, of {DRAWS} times as many points; default: %(default)s")
-    add("--bootstraps", type=int, default=BOOTSTRAPS, help="refits for intervals; default: %(default)s")
-    add("--seed", type=int, default=0)
-    add("--out", type=Path, required=True, metavar="DIR", help=f"for {FITS_NAME}")
+    add(
+        "--delta", type=number(0, above=True),
+        help="of the Huber loss on ln L; default: 1.345 deviations of residuals, at least 1e-3",
+    )  # fmt: skip
+    add(
+        "--starts", type=integer(1, 10**6), default=STARTS,
+        help=f"of L-BFGS, of {DRAWS} times as many points; default: %(default)s",
+    )  # fmt: skip
+    add("--bootstraps", type=integer(0, 10**6), default=BOOTSTRAPS, help="refits for intervals; default: %(default)s")
+    add("--seed", type=integer(0), default=0)
+    add("--out", type=pathname, required=True, metavar="DIR", help=f"for {FITS_NAME}")
 
 
 def _fit(args: argparse.Namespace) -> None:
@@ -181,14 +193,14 @@ def _predict_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reading", choices=list(READINGS), help=f"of N; default: {DEFAULT_READING}")
     add("--run", help="a run with a test-time curve, in place of a law")
     add("--config", help="the model")
-    add("--mean-loops", type=float, help="mu; default: the configuration's")
-    add("--tokens", type=float, help="D; default: the configuration's")
-    add("--num-loops", type=float, help="T; default: mu")
-    add("--flops", type=float, help="best mean loops and tokens for this budget")
-    add("--target-loss", type=float, help="fewest loops at inference that reach it")
-    add("--latency-ms", type=float, help="loops at inference that fit into it")
-    add("--ms-per-loop", type=float, help="measured")
-    add("--ms-once", type=float, help="measured, of all but the loops; default: 0")
+    add("--mean-loops", type=number(1, 1_000), help="mu; default: the configuration's")
+    add("--tokens", type=number(0, 1e30, above=True), help="D; default: the configuration's")
+    add("--num-loops", type=number(), help="T; default: mu")
+    add("--flops", type=number(0, 1e40, above=True), help="best mean loops and tokens for this budget")
+    add("--target-loss", type=number(0, above=True), help="fewest loops at inference that reach it")
+    add("--latency-ms", type=number(0, above=True), help="loops at inference that fit into it")
+    add("--ms-per-loop", type=number(0, above=True), help="measured")
+    add("--ms-once", type=number(0), help="measured, of all but the loops; default: 0")
 
 
 _GOALS = {
@@ -268,9 +280,9 @@ def _predict_loops(args: argparse.Namespace, constants: Constants, inputs: dict[
 
 
 def _plot_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("table", type=Path, help="of `collect`")
-    parser.add_argument("--fits", type=Path, required=True, help=f"{FITS_NAME} of `fit`, or its folder")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for PNGs and scaling.html")
+    parser.add_argument("table", type=pathname, help="of `collect`")
+    parser.add_argument("--fits", type=pathname, required=True, help=f"{FITS_NAME} of `fit`, or its folder")
+    parser.add_argument("--out", type=pathname, required=True, metavar="DIR", help="for PNGs and scaling.html")
 
 
 def _plot(args: argparse.Namespace) -> None:

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pretrain.arguments import integer, pathname
 from pretrain.config.families import make_model_config
 from pretrain.config.model import ModelConfig
 from pretrain.config.schema import LossConfig, OptimizerConfig, ScheduleConfig
@@ -245,8 +246,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs what is missing, then plots and prints the table; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", default="cache/demo", help="data set with rows of at least 33 tokens (make demo)")
-    parser.add_argument("--out", type=Path, default=Path("docs/img"))
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--out", type=pathname, default=Path("docs/img"))
+    parser.add_argument("--steps", type=integer(1, 10**6), default=300)
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     try:

@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pretrain import processes
+from pretrain.arguments import integer, number
 from pretrain.config.schema import RunConfig
 from pretrain.errors import CheckpointError
 from pretrain.main import leave, main
@@ -440,12 +441,15 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
         allow_abbrev=False,
     )  # fmt: skip
     add = parser.add_argument
-    add("--kills", type=int, default=50, help="%(default)s")
-    add("--in-save", type=int, default=20, help="how many of them at least are to hit a save; %(default)s")
-    add("--second-starts", type=int, default=20, help="%(default)s")
-    add("--minutes", type=float, default=20.0, help="to give up after; %(default)s")
-    add("--seed", type=int, default=0, help="of the moments and victims; %(default)s")
-    add("--processes", type=int, default=2, help="%(default)s")
+    add("--kills", type=integer(1, 10**6), default=50, help="%(default)s")
+    add(
+        "--in-save", type=integer(0, 10**6), default=20,
+        help="how many of them at least are to hit a save; %(default)s",
+    )  # fmt: skip
+    add("--second-starts", type=integer(0, 10**6), default=20, help="%(default)s")
+    add("--minutes", type=number(0, above=True), default=20.0, help="to give up after; %(default)s")
+    add("--seed", type=integer(0), default=0, help="of the moments and victims; %(default)s")
+    add("--processes", type=integer(1, 64), default=2, help="%(default)s")
     add("--new-python", action="store_true", help="a fresh interpreter for each process")
     return parser.parse_known_args(argv)
 

@@ -6,6 +6,7 @@ trains today, and below what would overflow, hang a check or fill the memory by 
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Annotated
@@ -86,6 +87,10 @@ ShareBelowOne = Annotated[float, Range(0.0, 1.0, below=True)]
 
 
 def _number(value: float) -> str:
-    if isinstance(value, int) and value >= 2**20 and value & (value - 1) == 0:
-        return f"2^{value.bit_length() - 1}"
-    return f"{value:,}".replace(",", "_") if isinstance(value, int) and abs(value) < 10**6 else f"{value:g}"
+    if isinstance(value, float):
+        return f"{value:g}"
+    for base in (2, 10):
+        exponent = round(math.log(value, base)) if value >= 2**20 - 1 else 0
+        if exponent and base**exponent == value:
+            return f"{base}^{exponent}"
+    return f"{value:_}"

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pretrain.arguments import integer
 from pretrain.errors import ConfigError
 
 _EPILOG = """\
@@ -48,7 +49,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
     mode.add_argument("--dry-run", action="store_true", help="check everything, build without memory, summarise, stop")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", "--local-rank", type=integer(0, 1_024), help=argparse.SUPPRESS)
     known, overrides = parser.parse_known_args(argv)
     return Arguments(known.config, overrides, known.print_config, known.dry_run)
 

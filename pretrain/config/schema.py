@@ -230,9 +230,9 @@ class ParallelConfig:
     """Ranks that share the core's layers; every loop passes all of them."""
     sequence_parallel: bool = False
     """Shard the sequence between the matrix products of tensor-parallel layers."""
-    rendezvous_sec: Seconds = 300.0
+    rendezvous_sec: Annotated[float, Range(1, 31_536_000)] = 300.0
     """How long processes wait for each other at the start."""
-    timeout_sec: Seconds = 900.0
+    timeout_sec: Annotated[float, Range(1, 31_536_000)] = 900.0
     """Bound of a collective; above guards.step_sec, whose message shows where every rank stands."""
 
     def __post_init__(self) -> None:

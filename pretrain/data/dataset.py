@@ -25,7 +25,7 @@ from pretrain.data.manifest import COLUMN, HASH
 from pretrain.data.node import NodeFolder
 from pretrain.data.order import interleave, shared_order
 from pretrain.data.sources import shard_path
-from pretrain.errors import ConfigError, DataError
+from pretrain.errors import DataError
 
 SHUFFLE = "py1e"
 SAMPLING_GRANULARITY_ROWS = 64
@@ -65,7 +65,6 @@ class RowDataset(StreamingDataset):
         )
         self._cache_filelock_path = str(folder.path / "cache.lock")
         self.steps_per_epoch = self.epoch_size // self.global_batch_size
-        self._check_sizes(cfg)
 
     @property
     def dropped_rows_per_epoch(self) -> int:
@@ -201,19 +200,6 @@ class RowDataset(StreamingDataset):
 
     def _path(self, shard_id: int) -> str:
         return shard_path(self.shards[shard_id])
-
-    def _check_sizes(self, cfg: Config) -> None:
-        for source, stream in zip(cfg.data.all_sources, self.streams, strict=True):
-            if stream.choose == 0:
-                raise ConfigError(
-                    f"data.sources[].weight={source.weight}: expected a weight that gives {source.path} at least one "
-                    f"of the {self.epoch_size} rows of an epoch"
-                )
-        if cfg.data.canonical_nodes > self.epoch_size:
-            raise ConfigError(
-                f"data.canonical_nodes={cfg.data.canonical_nodes}: expected at most the {self.epoch_size} rows of an "
-                "epoch"
-            )
 
 
 def _streams(cfg: Config) -> Sequence[Stream]:

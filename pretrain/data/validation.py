@@ -18,10 +18,11 @@ from streaming.base.world import World
 from torch import Tensor
 
 from pretrain.config.schema import Config, SourceConfig
-from pretrain.data.manifest import COLUMN, HASH, Manifest
+from pretrain.data.manifest import COLUMN, HASH
 from pretrain.data.place import DataPlace, Node
 from pretrain.data.sources import open_sources, shard_path
-from pretrain.errors import ConfigError, DataError
+from pretrain.errors import DataError
+from pretrain.preflight import apportion
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +53,7 @@ class ValidationRows:
         node = Node.of(place)
         manifests = open_sources(cfg, place, node, folder=None)
         pairs = [p for p in zip(cfg.data.all_sources, manifests, strict=True) if SPLIT in p[1].splits]
-        counts = _apportion(cfg.validation.rows, [source.weight for source, _ in pairs])
-        for (source, manifest), count in zip(pairs, counts, strict=True):
-            _check_count(cfg, source, manifest, count)
+        counts = apportion(cfg.validation.rows, [source.weight for source, _ in pairs])
         readers = [_Reader(source, count) for (source, _), count in zip(pairs, counts, strict=True)]
 
         def prepare() -> None:
@@ -138,20 +137,3 @@ def _naming(shard: Reader) -> Iterator[None]:
 def _row(readers: list[_Reader], bounds: NDArray[np.int64], number: int) -> NDArray[Any]:
     source = int(np.searchsorted(bounds, number, side="right")) - 1
     return readers[source][number - int(bounds[source])]
-
-
-def _check_count(cfg: Config, source: SourceConfig, manifest: Manifest, count: int) -> None:
-    rows = manifest.splits[SPLIT].rows
-    if rows < count:
-        raise ConfigError(
-            f"validation.rows={cfg.validation.rows}: expected fewer, since {count} of them fall to {source.path} by "
-            f"its weight {source.weight}, and it has {rows}"
-        )
-
-
-def _apportion(total: int, weights: list[float]) -> list[int]:
-    """`total` in whole parts proportional to `weights`, by largest remainder (ties: the first)."""
-    exact = np.array(weights) / sum(weights) * total
-    parts = np.floor(exact).astype(int)
-    parts[np.argsort(parts - exact, kind="stable")[: total - parts.sum()]] += 1
-    return parts.tolist()

@@ -251,8 +251,8 @@ def _check_end(cfg: Config, reader: CheckpointReader) -> None:
     ):
         if value is not None and end is not None and end < reader.step:
             raise ConfigError(
-                f"train.{key}={value}: expected at least {least}, since {reader.folder} is of step {reader.step}; to go "
-                "on from an earlier checkpoint set run.resume=step and run.resume_step, to start over another run.name"
+                f"train.{key}={value}: expected at least {least}, since {reader.folder} is of step {reader.step}; "
+                "to go on from an earlier checkpoint set run.resume=step and run.resume_step, to start over run.name"
             )
 
 

@@ -112,6 +112,65 @@ def test_text_on_the_command_line_is_taken_as_it_stands(tmp_path: Path) -> None:
         assert load(tmp_path, "", f"run.name={written}").run.name == written
 
 
+def test_numbers_that_yaml_would_change_stay_text_where_text_is_asked_for(tmp_path: Path) -> None:
+    for written in ("0650", "10:50", "0x10", "2026-01-01"):
+        assert load(tmp_path, f"run: {{name: {written}}}").run.name == written
+
+
+def test_the_home_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    keys = ("run.dir", "data.path", "checkpoint.initial_weights", "evaluation.task_data", "evaluation.core_bundle")
+    for key in keys:
+        section, name = key.split(".")
+        for cfg in (load(tmp_path, f"{section}: {{{name}: ~/x}}"), load(tmp_path, "", f"{key}=~/x")):
+            assert getattr(getattr(cfg, section), name) == "/home/me/x"
+    assert load(tmp_path, "data: {sources: [{path: ~root/x}]}").data.sources[0].path.endswith("root/x")
+    assert load(tmp_path, "run: {dir: a/~}").run.dir == "a/~"
+    monkeypatch.setenv("PLACE", "~/y")
+    assert load(tmp_path, "run: {dir: '${oc.env:PLACE}'}").run.dir == "/home/me/y"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "expected"),
+    [
+        ("optimizer.lr=${oc.env:X}", "inf", "optimizer.lr='inf': expected a number"),
+        ("optimizer.lr=${oc.env:X}", "nan", "optimizer.lr='nan'"),
+        ("optimizer.lr=${oc.decode:${oc.env:X}}", "inf", "optimizer.lr=inf: expected a number"),
+        ("train.seed=${oc.env:X}", "-1", "train.seed=-1: expected an integer >= 0"),
+        ("model.norm_weight=${train.max_steps}", "", "model.norm_weight=5: expected true or false"),
+        ("model.width=${optimizer.lr}", "", "model.width=0.008: expected an integer"),
+        ("run.name=${train.max_steps}", "", "run.name=5: expected text"),
+        ("model.mlp=${run.name}", "", "model.mlp='run': expected one of relu2, swiglu"),
+        ("run.dir=${oc.env:X}", "", "run.dir='': expected the name of a folder"),
+        ("optimizer.betas=${oc.env:X}", "[0.5, 0.9]", "oc.decode"),
+        ("optimizer.lr=${", "", "optimizer.lr='${': cannot be resolved"),
+        ("optimizer.lr=${oc.env:NOT_SET_AT_ALL}", "", "optimizer.lr="),
+    ],
+)
+def test_what_an_interpolation_gives_is_checked_like_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: str, expected: str
+) -> None:
+    monkeypatch.setenv("X", value)
+    message = refusal(tmp_path, "train: {max_steps: 5}", setting)
+    assert message.startswith("command line: ") and expected in message, message
+
+
+def test_what_an_interpolation_may_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("X", "3e-4")
+    monkeypatch.setenv("Y", "true")
+    monkeypatch.setenv("Z", "[0.5, 0.9]")
+    cfg = load(
+        tmp_path, "", "optimizer.lr=${oc.env:X}", "train.compile=${oc.env:Y}",
+        "optimizer.betas=${oc.decode:${oc.env:Z}}", "run.name=x${oc.env:X}",
+    )  # fmt: skip
+    assert (cfg.optimizer.lr, cfg.train.compile, cfg.optimizer.betas) == (3e-4, True, (0.5, 0.9))
+
+
+def test_an_item_of_a_list_or_pair(tmp_path: Path) -> None:
+    assert load(tmp_path, "", "optimizer.betas[0]=0.5").optimizer.betas == (0.5, 0.95)
+    assert load(tmp_path, "train: {skip_steps: [1, 2]}", "train.skip_steps[1]=3").train.skip_steps == [1, 3]
+
+
 # --- refusals ----------------------------------------------------------------------------------------------------
 
 FILE_REFUSALS = {
@@ -144,6 +203,10 @@ FILE_REFUSALS = {
     "run: {name: a/b}": ("run.name='a/b'", "without slashes"),
     "train: 3": ("train=3", "a section with the keys max_steps"),
     "data: {sources: {path: a}}": ("data.sources={'path': 'a'}", "a list"),
+    "train: {max_steps: 0650}": ("train.max_steps='0650'", "write 650"),
+    "parallel: {timeout_sec: 10:50}": ("parallel.timeout_sec='10:50'", "a number"),
+    "loss: {schedules: [{term: z_loss, from_factor: -1}]}": ("loss.schedules[0].from_factor=-1", ">= 0"),
+    "run: ${train}": ("run='${train}'", "a section"),
     "- 1": ("expected sections", "found a list"),
     # missing values and interpolations
     "data: {sources: [{weight: 2}]}": ("data.sources[0].path", "none is given"),
@@ -175,8 +238,38 @@ def test_refused_files(tmp_path: Path, text: str) -> None:
 
 
 OVERRIDE_REFUSALS = {
-    "optmi.lr=3": ("optmi", "nearest: optimizer"),
-    "--optim.lr=3": ("optim", "nearest: optimizer"),
+    # the key as it was typed, its value, and the nearest whole key
+    "optmi.lr=3": ("optmi.lr='3'", "nearest: optimizer.lr"),
+    "--optim.lr=3": ("optim.lr='3'", "nearest: optimizer.lr"),
+    "model.recurence.mean_lops=3": ("model.recurence.mean_lops='3'", "nearest: model.recurrence.mean_loops"),
+    "train.learning_rate=3": ("train.learning_rate='3'", "nearest: optimizer.lr"),
+    "optmi.learning_rate=3": ("optmi.learning_rate='3'", "nearest: optimizer.lr"),
+    "optimizer..lr=3": ("optimizer..lr", "a key such as optimizer.lr"),
+    "optimizer.betas[-1]=3": ("optimizer.betas[-1]", "a key such as"),
+    "optimizer.betas[2]=0.5": ("optimizer.betas[2]='0.5'", "has 2 items"),
+    # bounds, declared where the field is
+    "model.width=1000000000000": ("model.width=1000000000000", ">= 1 and <= 2^20"),
+    "model.recurrence.mean_loops=1e9": ("model.recurrence.mean_loops=1000000000.0", ">= 1 and <= 1_000"),
+    "guards.step_sec=1e308": ("guards.step_sec=1e+308", "<= 31_536_000", "or null"),
+    "data.shuffle_seed=-1": ("data.shuffle_seed=-1", ">= 0 and < 2^64"),
+    "optimizer.betas[0]=1": ("optimizer.betas[0]=1.0", ">= 0 and < 1"),
+    "optimizer.betas=[0.9, .inf]": ("optimizer.betas[1]=inf", "a number"),
+    "optimizer.eps=1e-320": ("optimizer.eps=1e-320", "> 0 (>= 1e-30)"),
+    "loss.z_loss=1e308": ("loss.z_loss=1e+308", "<= 1e+06"),
+    # numbers are read as they look
+    "train.max_steps=0650": ("train.max_steps='0650'", "an integer", "write 650"),
+    "train.max_steps=10:50": ("train.max_steps='10:50'", "an integer"),
+    "train.max_steps=\uff11\uff12": ("train.max_steps='\uff11\uff12'", "an integer"),
+    "optimizer.lr=\u0661": ("optimizer.lr='\u0661'", "a number"),
+    "train.skip_steps=[0x10]": ("train.skip_steps[0]='0x10'", "an integer"),
+    # text and names of folders
+    "data.path=''": ("data.path=''", "not an empty one"),
+    "data.path=~nobody_here/x": ("data.path='~nobody_here/x'", "no user 'nobody_here'"),
+    'run.dir="a\\0b"': ("run.dir=", "control characters"),
+    "run.dir=a\nb": ("run.dir='a\\nb'", "control characters"),
+    "run.name=\udcff": ("run.name=", "control characters"),
+    f"run.dir={'x' * 300}": ("run.dir=", "255 between two slashes"),
+    f"run.name={'x' * 300}": ("run.name=", "at most 200 bytes"),
     "optimizer.lrr=3": ("optimizer.lrr='3'", "nearest: optimizer.lr"),
     "model.recurrence.foo=1": ("model.recurrence.foo='1'", "the keys of model.recurrence are"),
     "optimizer.lr.x=3": ("optimizer.lr.x", "optimizer.lr holds a value"),
@@ -220,6 +313,15 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             load_config(tmp_path / name)
         assert str(tmp_path / name) in str(caught.value) and expected in str(caught.value)
+
+
+def test_a_long_chain_of_bases_is_refused(tmp_path: Path) -> None:
+    for i in range(30):
+        (tmp_path / f"b{i}.yaml").write_text(f"base: b{i + 1}.yaml\n")
+    (tmp_path / "b30.yaml").touch()
+    with pytest.raises(ConfigError, match=r"b20\.yaml: base='b21\.yaml': expected at most 20 files"):
+        load_config(tmp_path / "b0.yaml")
+    assert load_config(tmp_path / "b12.yaml") == Config()
 
 
 def test_a_longer_cycle_of_bases_is_refused(tmp_path: Path) -> None:

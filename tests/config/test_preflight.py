@@ -12,7 +12,7 @@ import pytest
 from pretrain.config.schema import CheckpointConfig, Config, DataConfig, RunConfig, SourceConfig, ValidationConfig
 from pretrain.data.manifest import COLUMN, HASH, Manifest, SplitInfo, TokenizerInfo, tokenizer_sha256
 from pretrain.errors import ConfigError
-from pretrain.preflight import preflight
+from pretrain.preflight import RUN_FILES, RUN_FOLDERS, preflight
 
 
 def write_data_set(
@@ -108,6 +108,40 @@ def test_a_remote_source_is_checked_once_it_is_here(tmp_path: Path) -> None:
     preflight(cfg)
     write_data_set(tmp_path / "cache", row_tokens=9)
     assert "model.context_length=2048" in refusal(cfg)
+
+
+@pytest.mark.parametrize("name", [*RUN_FILES, *RUN_FOLDERS])
+def test_what_the_run_will_write_has_the_name_of_something_else(tmp_path: Path, name: str) -> None:
+    cfg = config(tmp_path, write_data_set(tmp_path / "a"))
+    path = tmp_path / "runs/run" / name
+    path.parent.mkdir(parents=True)
+    if name in RUN_FILES:
+        path.mkdir()
+    else:
+        path.touch()
+    message = refusal(cfg)
+    assert "run.name='run'" in message and str(path) in message
+    path.rmdir() if name in RUN_FILES else path.unlink()
+    path.symlink_to(tmp_path / "nowhere")  # dangling
+    assert "run.name='run'" in refusal(cfg)
+
+
+def test_the_run_s_folder_is_a_file(tmp_path: Path) -> None:
+    cfg = config(tmp_path, write_data_set(tmp_path / "a"))
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/run").touch()
+    assert "run.name='run'" in refusal(cfg)
+
+
+def test_shares_of_an_epoch_and_of_the_validation(tmp_path: Path) -> None:
+    cfg = config(tmp_path, write_data_set(tmp_path / "a"), write_data_set(tmp_path / "b"))
+    cfg.data.sources[1].weight = 1e-6
+    assert "data.sources[1].weight=1e-06: expected a weight that gives" in refusal(cfg)
+    cfg.data.sources[1].weight = 0.01
+    cfg.validation.rows = 1_000
+    assert "validation.rows=1000: expected fewer, since 990 of them fall to" in refusal(cfg)
+    cfg.validation.rows, cfg.data.canonical_nodes = 10, 1_201
+    assert "data.canonical_nodes=1201: expected at most the 1200 rows" in refusal(cfg)
 
 
 def test_folders_of_weights_and_of_the_run(tmp_path: Path) -> None:

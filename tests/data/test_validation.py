@@ -9,8 +9,9 @@ import torch
 
 from pretrain.config.schema import SourceConfig
 from pretrain.data.manifest import read_manifest
-from pretrain.data.validation import ValidationRows, _apportion
+from pretrain.data.validation import ValidationRows
 from pretrain.errors import ConfigError, DataError
+from pretrain.preflight import apportion
 from tests.data.sets import alone, make_config, numbered_rows, numbers, write_set
 
 
@@ -57,9 +58,9 @@ def test_sources_share_the_rows_by_weight(tmp_path: Path) -> None:
 
 
 def test_apportion_by_largest_remainder() -> None:
-    assert _apportion(10, [1.0, 1.0, 1.0]) == [4, 3, 3]
-    assert _apportion(7, [0.5, 0.3, 0.2]) == [4, 2, 1]
-    assert _apportion(1, [1.0]) == [1]
+    assert apportion(10, [1.0, 1.0, 1.0]) == [4, 3, 3]
+    assert apportion(7, [0.5, 0.3, 0.2]) == [4, 2, 1]
+    assert apportion(1, [1.0]) == [1]
 
 
 def test_remote_rows_come_through_the_cache_and_bad_ones_are_named(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.accounting import model_flops
+from pretrain.arguments import integer
 from pretrain.config.load import load_config
 from pretrain.planning import expected_work
 from tools.scaling.fitting import Floats, fit
@@ -157,8 +158,8 @@ def _curves(runs: dict[str, Floats], loss: Floats) -> list[Curve]:
 def main(argv: Sequence[str]) -> int:
     """Prints the tables."""
     parser = argparse.ArgumentParser(prog="recovery", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--repeats", type=int, default=100)
-    parser.add_argument("--bootstraps", type=int, default=60)
+    parser.add_argument("--repeats", type=integer(1, 10**6), default=100)
+    parser.add_argument("--bootstraps", type=integer(0, 10**6), default=60)
     names = [*PLANTED, "iso_flop"]
     parser.add_argument("--law", nargs="+", choices=names, default=names)
     args = parser.parse_args(argv)
