@@ -50,12 +50,16 @@ class Encoder:
         # Never matched (`encode` disallows none and allows none), yet needed: without any, tiktoken
         # looks for the empty pattern at every position, which halves the speed.
         special_tokens = {token["content"]: token["id"] for token in saved["added_tokens"]}
-        self._fast = tiktoken.Encoding(
-            "saved",
-            pat_str=_split_pattern(saved, self.folder),
-            mergeable_ranks=_ranks(saved, self.folder),
-            special_tokens=special_tokens,
-        )
+        pattern, ranks = _split_pattern(saved, self.folder), _ranks(saved, self.folder)
+        try:
+            self._fast = tiktoken.Encoding(
+                "saved", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
+            )
+        except Exception as error:  # of its own kinds: a pattern that is not of Rust's
+            raise ConfigError(
+                f"{self.folder}/tokenizer.json: tiktoken cannot take its pattern or vocabulary "
+                f"({error}); train one with data_prep/train_tokenizer.py"
+            ) from error
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """Ids of `text` without <|bos|>; uint32 [tokens].

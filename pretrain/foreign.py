@@ -14,11 +14,11 @@ from typing import Any
 
 from pretrain.errors import ConfigError, PretrainError
 
-MAX_NAME_BYTES = 255
-"""Of one part of a path, on every file system in use."""
+MAX_PART_BYTES, MAX_NAME_BYTES = 255, 1_024
+"""Of one part of a path, and of all parts: what every file system in use takes."""
 NAME_RULE = (
     "a relative path below its folder, of plain characters, without '..', drive or control characters, at most "
-    f"{MAX_NAME_BYTES} bytes a part"
+    f"{MAX_PART_BYTES} bytes a part and {MAX_NAME_BYTES} in all"
 )
 _CONTROL = ("Cc", "Cs", "Zl", "Zp")
 """Unicode's control characters, halves of pairs, and separators of lines and paragraphs."""
@@ -31,7 +31,8 @@ def check_name(name: object, where: str, error: type[PretrainError] = ConfigErro
     """
     if isinstance(name, str) and not any(unicodedata.category(char) in _CONTROL for char in name):
         path = PureWindowsPath(name)  # knows both kinds of separators, and drives
-        short = all(len(part.encode()) <= MAX_NAME_BYTES for part in path.parts)
+        longest = max((len(part.encode()) for part in path.parts), default=0)
+        short = longest <= MAX_PART_BYTES and len(name.encode()) <= MAX_NAME_BYTES
         if path.parts and not path.anchor and ".." not in path.parts and short:
             return name
     raise error(f"{where} is {_shown(name)}, expected {NAME_RULE}; see where the files come from")

@@ -16,7 +16,7 @@ GOOD = ["a", "train/00000/shard.00000.mds", ".hidden", "two words", "naïve/東�
 BAD: list[Any] = [
     "", ".", "./", "..", "../a", "a/../../b", "a/..", "/etc/passwd", "//host/share/x", "C:", "C:\\x", "c:x", "\\x",
     "\\\\host\\share\\x", "..\\a", "a\\..\\..\\b", "a\0b", "a\nb", "a\rb", "a\tb", "\x1b[2J", "a\x7fb", "a\x85b",
-    "a\u2028b", "a\u2029b", "a\ud800b", "x" * 256, "東" * 86, None, 3, ["a"], {"a": 1}, True,
+    "a\u2028b", "a\u2029b", "a\ud800b", "x" * 256, "x/" * 600, "東" * 86, None, 3, ["a"], {"a": 1}, True,
 ]  # fmt: skip
 
 

@@ -270,6 +270,10 @@ class Measurement:
         if len(steps) < 2:
             self.skipped["training"] = f"{self.run / METRICS_NAME} has no gradient norms up to the checkpoint"
             return {}
+        if not probes:
+            self.skipped["training"] = (
+                "no probe of the state in training (probe.every_steps, validation.rows), so no norms by step"
+            )
         norms = [float(row["grad_norm"]) for row in steps]
         losses = [math.nan if row["loss"] is None else float(row["loss"]) for row in steps]
         return {

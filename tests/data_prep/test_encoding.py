@@ -79,6 +79,12 @@ def swap_two_ids(saved: dict[str, Any]) -> None:
             lambda saved: saved["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
             "pre-tokenizer",
         ),
+        (
+            lambda saved: saved["pre_tokenizer"]["pretokenizers"][0].update(
+                pattern={"Regex": r"\X"}
+            ),
+            r"tokenizer\.json: tiktoken cannot take its pattern or vocabulary \(",
+        ),
     ],
 )
 def test_tokenizers_with_other_ids_are_refused(
