@@ -25,6 +25,7 @@ from pretrain.model.init import init_parameters
 from pretrain.model.layers import Layer
 from pretrain.model.looped import LoopedLM
 from pretrain.parallel import megatron
+from pretrain.parallel.lost_contact import naming_lost_contact
 from pretrain.parallel.megatron import Layout
 from pretrain.parallel.pipeline import stage_of
 from pretrain.parallel.tensor_ops import tensor_ops
@@ -78,7 +79,7 @@ def run_training(cfg: Config, started_at: float) -> int:
     `started_at`: time.monotonic() of the start of the process.
     """
     _set_numerics(cfg)
-    with Watchdog(cfg.guards) as watchdog:
+    with naming_lost_contact(), Watchdog(cfg.guards) as watchdog:
         watchdog.expect("the start, before the first step,")
         layout = _initialize(cfg)
         folder = run_folder(cfg)
