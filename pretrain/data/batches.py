@@ -51,7 +51,7 @@ class Batches:
         self._batches = iter(self._loader)
 
     def __next__(self) -> Tensor:
-        if self._has_ended():  # also where the batches read ahead would last for some steps
+        if self._has_failed():  # also where the batches read ahead would last for some steps
             raise DataError(self._ending())
         try:
             return next(self._batches)
@@ -65,18 +65,18 @@ class Batches:
 
     def close(self) -> None:
         """Ends the processes and threads. May be called twice."""
-        if self._has_ended():
-            self._loader.kill()  # torch's orderly end takes locks, which a killed process may hold for ever
-        self._batches.close()  # type: ignore[attr-defined]  # a generator; ends its workers
+        self._loader.end(in_order=not self._has_failed())
+        self._batches.close()  # type: ignore[attr-defined]  # a generator
 
-    def _has_ended(self) -> bool:
-        return any(process.exitcode is not None for process in self._loader.processes)
+    def _has_failed(self) -> bool:
+        # A process ends with 0 after it has put its reader's error into the queue, behind other batches.
+        return any(process.exitcode not in (None, 0) for process in self._loader.processes)
 
     def _ending(self) -> str | None:
         """How a loader process has ended, in words; None where all run."""
         processes = self._loader.processes
         multiprocessing.connection.wait([process.sentinel for process in processes], DEATH_SEC if processes else 0.0)
-        for process in processes:
+        for process in sorted(processes, key=lambda process: process.exitcode == 0):
             code = process.exitcode
             if code is None:
                 continue
@@ -115,12 +115,18 @@ class _Loader(StreamingDataLoader):
         """The loader processes; none before the first batch is asked for, and with num_workers=0."""
         return getattr(self._running, "_workers", ())
 
-    def kill(self) -> None:
-        """Ends the processes by SIGKILL, and leaves torch nothing to do."""
-        for process in self.processes:
-            process.kill()
-            process.join(KILL_SEC)
-        self._running._shutdown = True
+    def end(self, *, in_order: bool) -> None:
+        """Ends the processes and threads; not in order means by SIGKILL.
+
+        torch's orderly end takes locks, which a process that was killed may hold for ever.
+        """
+        if not in_order:
+            for process in self.processes:
+                process.kill()
+                process.join(KILL_SEC)
+            self._running._shutdown = True
+        elif self.processes:
+            self._running._shutdown_workers()
 
 
 def _stack(rows: Sequence[NDArray[Any]]) -> Tensor:

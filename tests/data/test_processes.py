@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import resource
-import shutil
 import signal
 import threading
 import time
@@ -18,9 +17,8 @@ from typing import Any
 
 import pytest
 
-from pretrain.data import batches, shared_memory
+from pretrain.data import batches, node, shared_memory
 from pretrain.data.loader import TrainLoader
-from pretrain.data.node import SHARED_MEMORY
 from pretrain.errors import ConfigError, DataError
 from tests.data.sets import CONTEXT, alone, make_config
 
@@ -88,8 +86,8 @@ def raise_in_thread() -> None:
 
 
 def few_bytes() -> None:
-    """As where /dev/shm is full: no file may grow beyond 100 bytes."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    """As where /dev/shm is full: no file may grow to the size of a batch, while the order of the epoch still fits."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (550, resource.RLIM_INFINITY))
 
 
 @pytest.mark.parametrize(
@@ -143,22 +141,17 @@ def test_a_batch_that_a_queue_drops_stops_the_run(
     ],
 )
 def test_too_little_shared_memory_is_refused(
-    set_101: Path, monkeypatch: pytest.MonkeyPatch, data: dict[str, int], needed: int
+    set_101: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: dict[str, int], needed: int
 ) -> None:
     page = shared_memory.mmap.PAGESIZE
     free = needed * page - 1
-    usage = shutil.disk_usage
-
-    def small(path: Any) -> Any:
-        return Usage(free, 0, free) if path == SHARED_MEMORY else usage(path)
-
-    monkeypatch.setattr(shared_memory.shutil, "disk_usage", small)
+    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda path: Usage(free, 0, free))
+    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
     cfg = make_config(set_101, **data)
-    before = sorted(SHARED_MEMORY.rglob("*"))
     words = rf"^/dev/shm of .+: .* free, expected at least .*data\.num_workers={data['num_workers']}.*--shm-size=SIZE"
     with pytest.raises(ConfigError, match=words):
         TrainLoader(cfg, alone())
-    assert sorted(SHARED_MEMORY.rglob("*")) == before
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
     free += 1
     TrainLoader(cfg, alone()).close()
 
