@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import re
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch.utils.data import get_worker_info
 
 from pretrain.config.schema import DataConfig
 from pretrain.data.dataset import RowDataset
+from pretrain.data.node import SHARED_MEMORY
 from pretrain.data.shared_memory import MORE_SHARED_MEMORY
 from pretrain.data.worker import set_up_worker, signals_held
 from pretrain.errors import DataError
@@ -60,8 +63,9 @@ class Batches:
             raise DataError(str(error).rpartition(f"{DataError.__qualname__}: ")[2].strip()) from error
         except torch.AcceleratorError:  # of pinning: another device's matter than the data's
             raise
-        except (RuntimeError, OSError, EOFError, multiprocessing.ProcessError) as error:
-            raise DataError(self._ending() or f"the data loader failed: {error!r}") from error
+        except (RuntimeError, OSError, EOFError, MemoryError, multiprocessing.ProcessError) as error:
+            failure = f"the data loader failed: {type(error).__name__}: {error}"
+            raise DataError(self._ending() or failure) from error
 
     def close(self) -> None:
         """Ends the processes and threads. May be called twice."""
@@ -141,6 +145,8 @@ def _stack(rows: Sequence[NDArray[Any]]) -> Tensor:
     try:
         return batch.share_memory_()
     except RuntimeError as error:
+        if left := re.search("<(/torch_[^>]*)>", str(error)):  # torch leaves the file that it could not enlarge
+            Path(f"{SHARED_MEMORY}{left[1]}").unlink(missing_ok=True)
         raise DataError(
             f"a batch of {batch.nbytes} bytes could not be put into /dev/shm ({error}): {MORE_SHARED_MEMORY}"
         ) from error

@@ -65,6 +65,18 @@ def test_a_process_that_dies_while_its_batch_is_awaited(set_101: Path, monkeypat
     )
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_memory_that_runs_out_is_an_error_of_data(
+    set_101: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    def stack(rows: Any) -> None:
+        raise MemoryError("96 GiB for an array")
+
+    monkeypatch.setattr(batches, "_stack", stack)
+    words = r"^the data loader failed: MemoryError: (.*\n)*.*96 GiB for an array"
+    assert re.search(words, read_until_failure(make_config(set_101, num_workers=num_workers)))
+
+
 def test_locks_of_a_killed_process_hold_up_nobody(set_101: Path) -> None:
     with TrainLoader(make_config(set_101, num_workers=2), alone()) as loader:
         next(loader)
@@ -108,7 +120,10 @@ def test_a_failure_in_a_process_stops_the_run(
         break_it()
 
     monkeypatch.setattr(batches, "set_up_worker", broken)
-    assert re.search(words, read_until_failure(make_config(set_101, num_workers=2)), re.DOTALL)
+    text = read_until_failure(make_config(set_101, num_workers=2))
+    assert re.search(words, text, re.DOTALL)
+    if name := re.search("</(torch_[^>]+)>", text):
+        assert not (node.SHARED_MEMORY / name[1]).exists()
     if break_it is raise_in_thread:
         assert re.search(
             r"error on rank 0 \(.+\): thread helper of loader process \d+ failed: Traceback(.*\n)*ValueError: a fault",
