@@ -25,13 +25,18 @@ _NO_NEWS = {
 _NO_NEWS_WARNING = "Transformer Engine and Apex are not installed"
 
 
+def error_prefix() -> str:
+    """What every error begins with: the rank, and the host that it runs on."""
+    return f"error on rank {os.environ.get('RANK', '0')} ({socket.gethostname()})"
+
+
 class _RankFormatter(logging.Formatter):
     """Main rank: the bare message. Other ranks, and every error: rank and host first."""
 
     def format(self, record: logging.LogRecord) -> str:
         rank, text = os.environ.get("RANK", "0"), super().format(record)
         if record.levelno >= logging.ERROR:
-            return f"error on rank {rank} ({socket.gethostname()}): {text}"
+            return f"{error_prefix()}: {text}"
         return text if rank == "0" else f"[rank {rank} {socket.gethostname()}] {text}"
 
 

@@ -225,7 +225,8 @@ def main() -> None:
         ("families", FAMILY_NAMES), ("optimizers", OPTIMIZERS), ("layouts", CASE_NAMES), ("precisions", PRECISIONS),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", nargs="+", default=choices, choices=choices, metavar="NAME")
-    parser.add_argument("--draws", type=integer(0, 10**6), default=0, metavar="N", help="in place of the table: N draws")
+    parser.add_argument("--draws", type=integer(0, 10**6), default=0, metavar="N",
+                        help="in place of the table: N draws")  # fmt: skip
     parser.add_argument(
         "--configurations", nargs="+", metavar="P x OVERRIDES", type=_configuration,
         help="in place of the table: configurations as a draw prints them, such as '2 x model.family=gpt zero.stage=2'",

@@ -31,6 +31,7 @@ from pretrain.evaluation.requests import Encoder
 from pretrain.evaluation.run import TaskResult, core_by_loops, evaluate
 from pretrain.files import require_writable, write_text
 from pretrain.folder_lock import FolderLock
+from pretrain.parallel.lost_contact import naming_lost_contact
 from pretrain.train.callbacks.validation import usual_loops
 from pretrain.train.inputs import Inputs
 from tools.baselines import split_rows
@@ -211,12 +212,13 @@ def main(argv: Sequence[str]) -> int:
         trained = load_model(args.model, device=device, tokenizer=args.tokenizer)
         args.num_loops = args.num_loops or usual_loops(trained.config.model)
         check_loops(trained.config.model, args.num_loops)
-        if size > 1:
-            dist.init_process_group("nccl" if cuda else "gloo")
         started = time.monotonic()
-        if rank == 0:
-            lock.take()
-        results = run_tasks(trained, args, rank, size)
+        with naming_lost_contact():
+            if size > 1:
+                dist.init_process_group("nccl" if cuda else "gloo")
+            if rank == 0:
+                lock.take()
+            results = run_tasks(trained, args, rank, size)
         if rank == 0:
             write(results, args, trained, time.monotonic() - started)
             print(table(results, args.num_loops))

@@ -145,8 +145,8 @@ class Start:
 def _rank(
     parent: int, arguments: Sequence[str], environment: dict[str, str], output: Path, new_python: bool
 ) -> None:
-    for number in processes.STOPPING:
-        signal.signal(number, signal.SIG_DFL)
+    for stopping in processes.STOPPING:
+        signal.signal(stopping, signal.SIG_DFL)
     processes.end_with_parent(parent, signal.SIGKILL)
     os.environ.update(environment)
     with output.open("ab") as file:

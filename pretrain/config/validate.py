@@ -5,6 +5,7 @@ Every message names the key, its value, what was expected and the nearest settin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from pretrain.config.bounds import require

@@ -173,6 +173,9 @@ class RowDataset(StreamingDataset):
         try:
             thread(it)
         except Exception as error:  # kept for the reader, which raises it
+            if not isinstance(error, DataError):
+                failure = DataError(f"reading ahead failed ({type(error).__name__}: {error})")
+                failure.__cause__, error = error, failure
             self._fail(error)
             it.on_exit()
 

@@ -7,23 +7,22 @@ nodes, ranks and workers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from streaming import StreamingDataLoader
 from torch import Tensor
 
 from pretrain.config.schema import Config
+from pretrain.data.batches import Batches
 from pretrain.data.dataset import RowDataset
 from pretrain.data.node import NodeFolder
 from pretrain.data.place import DataPlace, Node, rank_positions
+from pretrain.data.shared_memory import require_shared_memory
 from pretrain.data.sources import fingerprint, open_sources
-from pretrain.data.worker import set_up_worker
-from pretrain.errors import CheckpointError, DataError
+from pretrain.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -47,26 +46,32 @@ class TrainLoader:
     there are no collectives and ranks read at their own pace. With `reads=False` (a pipeline stage without embedding
     or head) no row is read and `tokens` is None. To be used from the main thread: workers end with the thread that
     started them.
-    Errors: ConfigError and DataError as `open_sources`; DataError naming the shard where reading fails.
+    Errors: ConfigError and DataError as `open_sources` and `require_shared_memory`; DataError as `Batches` while
+    reading, naming the shard where that fails.
     """
 
     def __init__(self, cfg: Config, place: DataPlace, *, start_step: int = 0, reads: bool = True) -> None:
-        self._num_workers, self._prefetch_factor = cfg.data.num_workers, cfg.data.prefetch_factor
+        self._cfg = cfg.data
         self._logs = place.rank == 0
         node = Node.of(place)
         all_positions = rank_positions(cfg.train.global_batch_size, place.dp_size, node.data_nodes)
-        self._folder = NodeFolder(place, node)
-        manifests = open_sources(cfg, place, node, self._folder)
-        self.bos_id = manifests[0].tokenizer.bos_id
         self.all_positions: NDArray[np.int64] = all_positions
         """[dp_size, B] positions of every data-parallel rank's rows, the same in every step."""
-        with self._folder.streaming_world():
-            self._dataset = RowDataset(cfg, all_positions[place.dp_rank], self._folder)
+        self._folder = NodeFolder(place, node)
+        try:
+            manifests = open_sources(cfg, place, node, self._folder)
+            require_shared_memory(cfg, place, node, manifests, len(all_positions[place.dp_rank]) if reads else 0)
+            with self._folder.streaming_world():
+                self._dataset = RowDataset(cfg, all_positions[place.dp_rank], self._folder)
+        except BaseException:
+            self._folder.close()
+            raise
+        self.bos_id = manifests[0].tokenizer.bos_id
         self._prints = [fingerprint(s, m) for s, m in zip(cfg.data.all_sources, manifests, strict=True)]
         self._settings = _order_settings(cfg, self._dataset)
         self._positions = torch.from_numpy(all_positions[place.dp_rank])
         self._reads = reads
-        self._batches: Iterator[Tensor] | None = None
+        self._batches: Batches | None = None
         self.step = start_step
         self._log_start()
 
@@ -155,39 +160,13 @@ class TrainLoader:
 
     def _read(self) -> Tensor:
         if self._batches is None:
-            self._batches = self._start()
-        try:
-            return next(self._batches)
-        except DataError as error:
-            # DataLoader hands a worker's error on with the worker's traceback as its message.
-            raise DataError(str(error).rpartition(f"{DataError.__qualname__}: ")[2].strip()) from error
-        except (RuntimeError, ConnectionError, EOFError) as error:  # the last two: while a worker hands a row over
-            raise DataError(
-                f"the data loader failed: {error!r}. A loader process that was killed usually means that the host ran "
-                "out of memory: lower data.num_workers or data.prefetch_factor"
-            ) from error
-
-    def _start(self) -> Iterator[Tensor]:
-        self._dataset.start_step = self.step
-        parallel = self._num_workers > 0
-        return iter(
-            StreamingDataLoader(
-                self._dataset,
-                batch_size=len(self._positions),
-                num_workers=self._num_workers,
-                prefetch_factor=self._prefetch_factor if parallel else None,
-                # Forked workers share the node folder's lock, so that a killed run's memory is not freed under them.
-                multiprocessing_context="fork" if parallel else None,
-                collate_fn=_stack,
-                worker_init_fn=set_up_worker,
-                pin_memory=torch.cuda.is_available(),
-                generator=torch.Generator(),  # DataLoader draws a seed for its workers; not from the global one
-            )
-        )
+            self._dataset.start_step = self.step
+            self._batches = Batches(self._dataset, len(self._positions), self._cfg)
+        return next(self._batches)
 
     def _stop(self) -> None:
         if self._batches is not None:
-            self._batches.close()  # type: ignore[attr-defined]  # a generator; ends its workers
+            self._batches.close()
             self._batches = None
 
     def _log_start(self) -> None:
@@ -207,8 +186,3 @@ def _order_settings(cfg: Config, dataset: RowDataset) -> dict[str, Any]:
         "data.canonical_nodes": cfg.data.canonical_nodes,
         "data.sources[].weight": [source.weight for source in cfg.data.all_sources],
     }
-
-
-def _stack(rows: Sequence[NDArray[Any]]) -> Tensor:
-    """Rows [S + 1] of the stored type -> int64 [B, S + 1]."""
-    return torch.from_numpy(np.stack(rows).astype(np.int64))

@@ -27,6 +27,7 @@ from pretrain.model.init import init_parameters
 from pretrain.model.layers import Layer
 from pretrain.model.looped import LoopedLM
 from pretrain.parallel import megatron
+from pretrain.parallel.lost_contact import naming_lost_contact
 from pretrain.parallel.megatron import Layout
 from pretrain.parallel.pipeline import stage_of
 from pretrain.parallel.tensor_ops import tensor_ops
@@ -96,7 +97,7 @@ def run_training(cfg: Config, started_at: float) -> int:
     _set_numerics(cfg)
     start_resource_tracker()
     folder = run_folder(cfg)
-    with Watchdog(cfg.guards) as watchdog, contextlib.closing(FolderLock(folder)) as lock:
+    with naming_lost_contact(), Watchdog(cfg.guards) as watchdog, contextlib.closing(FolderLock(folder)) as lock:
         watchdog.expect("the start, before the first step,")
         layout = _initialize(cfg, lock)
         if layout.is_main:

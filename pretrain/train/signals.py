@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 import time
 from types import FrameType
 
 from pretrain.processes import STOPPING, stopping_signals, write_stderr
+from pretrain.threads import VitalThread
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 ECHO_SEC = 1.0
@@ -38,7 +38,7 @@ class StopSignals:
             signal.signal(number, _leave_to_thread)
             signal.siginterrupt(number, False)  # C libraries need not expect interrupted system calls
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        threading.Thread(target=self._read, args=(reader,), name="stop-signals", daemon=True).start()
+        VitalThread(target=self._read, args=(reader,), name="stop-signals", daemon=True).start()
 
     def stop_requested(self) -> str | None:
         """The first signal in words; None if there was none."""

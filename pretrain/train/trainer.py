@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from pretrain.config.schema import Config
 from pretrain.data.loader import TrainLoader
-from pretrain.errors import DistributedError, TrainingError
+from pretrain.errors import TrainingError
 from pretrain.evaluation.run import TaskResult
 from pretrain.parallel.megatron import Layout
 from pretrain.parallel.zero import ZeroEngine
@@ -101,9 +99,8 @@ class Trainer:
             for callback in reversed(self.callbacks):
                 callback.on_end(self)
         except Exception as error:
-            failure = _as_lost_contact(error) or error
-            failure.add_note(f"after step {self.state.step}")
-            raise failure from error.__cause__
+            error.add_note(f"after step {self.state.step}")
+            raise
 
     @property
     def is_last_step(self) -> bool:
@@ -178,12 +175,3 @@ class Trainer:
                 f"(train.max_skipped_in_a_row={limit}): lower optimizer.lr, or look at the data and at the gradient "
                 "norms before them in metrics.jsonl, and resume from the last checkpoint"
             )
-
-
-def _as_lost_contact(error: Exception) -> DistributedError | None:
-    """The error of a collective that another rank does not take part in, as such."""
-    if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
-        return None
-    return DistributedError(
-        f"another rank failed, or did not answer within parallel.timeout_sec; its own error tells why. Here: {error}"
-    )

@@ -13,7 +13,6 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
-import socket
 import sys
 import threading
 import time
@@ -25,7 +24,9 @@ from typing import Literal, Self
 from pretrain.config.schema import GuardsConfig
 from pretrain.data.worker import SHOW_THREADS
 from pretrain.errors import DistributedError
+from pretrain.messages import error_prefix
 from pretrain.processes import write_stderr
+from pretrain.threads import VitalThread
 
 POLL_SEC = 1.0
 GRACE_SEC = 10.0
@@ -45,7 +46,7 @@ class Watchdog:
         self._guards = guards
         self._pending: tuple[float, str] | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread = VitalThread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
         faulthandler.enable(file=2)  # crashes in C, and NCCL's abort at parallel.timeout_sec, show Python's stacks too
@@ -82,7 +83,7 @@ def _end(text: str) -> None:
 
     Straight to stderr, in one write: the main thread may hold any lock, of logging too.
     """
-    who = f"error on rank {os.environ.get('RANK', '0')} ({socket.gethostname()})"
+    who = error_prefix()
     lines = [f"{who}: {text}. This rank's threads, innermost call first:", *_threads()]
     write_stderr("\n".join([*lines, ""]))
     for child in multiprocessing.active_children():

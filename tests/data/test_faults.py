@@ -6,7 +6,6 @@ import errno
 import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -135,25 +134,9 @@ def test_a_background_thread_that_dies_stops_the_run(set_101: Path, monkeypatch:
         raise MemoryError("no thread any more")
 
     monkeypatch.setattr(streaming_dataset.StreamingDataset, "_prepare_thread", dies)
-    with pytest.raises(MemoryError, match="no thread any more"):
-        read_epoch(make_config(set_101))
-
-
-def test_a_killed_worker_stops_the_run(set_101: Path) -> None:
-    # torch reports from its handler of SIGCHLD, which may strike outside of next(), even in close().
-    words = r"killed by signal|exited unexpectedly|the data loader failed"
-    with (
-        pytest.raises((DataError, RuntimeError), match=words),
-        TrainLoader(make_config(set_101, num_workers=2), alone()) as loader,
-    ):
-        next(loader)
-        os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            next(loader)
-    for worker in multiprocessing.active_children():
-        worker.kill()
-        worker.join()
+    for num_workers in (0, 1):
+        with pytest.raises(DataError, match=r"^reading ahead failed \(MemoryError: no thread any more\)$"):
+            read_epoch(make_config(set_101, num_workers=num_workers))
 
 
 def test_workers_outlive_the_signals_of_a_job(set_101: Path) -> None:
@@ -270,14 +253,6 @@ def test_a_killed_run_is_cleaned_up_and_a_live_one_left_alone(set_101: Path, tmp
 
 def folder_of(prefix: int) -> Path:
     return node.SHARED_MEMORY / f"looped-pretrain-{os.getuid()}" / str(prefix)
-
-
-def test_a_folder_of_another_user_is_refused(set_101: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "looped-pretrain-12345").mkdir()
-    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(DataError, match="belongs to another user, who must remove it"):
-        TrainLoader(make_config(set_101), alone())
 
 
 def test_shared_memory_that_is_full_is_named(set_101: Path, monkeypatch: pytest.MonkeyPatch) -> None:

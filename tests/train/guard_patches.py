@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import importlib
 import json
+import multiprocessing
 import os
+import shutil
 import signal
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -16,9 +21,11 @@ import torch.distributed as dist
 
 from pretrain import folder_lock
 from pretrain.data.dataset import RowDataset
+from pretrain.data.node import SHARED_MEMORY
 from pretrain.model import objective
 from pretrain.train import watchdog
 from pretrain.train.checkpoint import writer
+from pretrain.train.signals import StopSignals
 from pretrain.train.step import StepReport, StepRunner
 from pretrain.train.trainer import Trainer
 from tests.train.patches import before_step
@@ -148,3 +155,80 @@ def lose_the_folder_in_step_3() -> None:
 def die_in_step_3() -> None:
     """Rank 1, as by the kernel where memory runs out."""
     before_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL), rank=1)
+
+
+def die_after() -> None:
+    """FAULTY_RANK, or (VICTIM=loader) a loader process of it, is killed SEC seconds after its start."""
+    if os.environ["FAULTY_RANK"] != os.environ["RANK"]:
+        return
+
+    def kill() -> None:
+        victim = os.getpid()
+        if os.environ["VICTIM"] == "loader":
+            while not (children := multiprocessing.active_children()):
+                time.sleep(0.001)
+            victim = children[0].pid or 0
+        os.kill(victim, signal.SIGKILL)
+
+    timer = threading.Timer(float(os.environ["SEC"]), kill)
+    timer.daemon = True
+    timer.start()
+
+
+def die_in() -> None:
+    """Rank 1 is killed where it calls the function that WHERE names (module:name, or module:class.name)."""
+    if os.environ["RANK"] != "1":
+        return
+    module, name = os.environ["WHERE"].split(":")
+    holder: Any = importlib.import_module(module)
+    *outer, name = name.split(".")
+    for part in outer:
+        holder = getattr(holder, part)
+    setattr(holder, name, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def kill_a_loader_process_in_step_3() -> None:
+    """Of rank 1, in the middle of the step: Python code runs, and a collective waits."""
+
+    def kill() -> None:
+        child = multiprocessing.active_children()[0].pid or 0
+        os.kill(child, signal.SIGKILL)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        sum(range(100_000))  # where a handler of SIGCHLD would be called
+
+    before_step(3, kill, rank=1)
+
+
+def fail_in_thread() -> None:
+    """The thread of rank 0 that WHERE names ("signals" or "watchdog") fails as soon as it starts."""
+    threads: dict[str, tuple[Any, str]] = {"signals": (StopSignals, "_read"), "watchdog": (watchdog.Watchdog, "_watch")}
+    if os.environ["RANK"] == "0":
+        setattr(*threads[os.environ["WHERE"]], lambda *args: fail())
+
+
+def little_shared_memory() -> None:
+    """Free on this machine, as it seems to the run's start: 30 KiB."""
+    usage = shutil.disk_usage
+
+    def little(path: Any) -> Any:
+        found = usage(path)
+        return found._replace(free=30 << 10) if path == SHARED_MEMORY else found
+
+    shutil.disk_usage = little
+
+
+def own_shared_memory() -> None:
+    """A tmpfs of SIZE on /dev/shm that only this process and its children see; from step 3 on others fill it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_namespace, private_and_recursive = 0x20000, 0x44000  # CLONE_NEWNS; MS_PRIVATE | MS_REC
+    assert libc.unshare(new_namespace) == 0 and libc.mount(b"none", b"/", None, private_and_recursive, None) == 0
+    options = f"size={os.environ['SIZE']}".encode()
+    assert libc.mount(b"tmpfs", str(SHARED_MEMORY).encode(), b"tmpfs", 0, options) == 0
+
+    def fill() -> None:
+        with (SHARED_MEMORY / "filling").open("wb", buffering=0) as file:
+            while True:
+                with contextlib.suppress(OSError):
+                    file.write(bytes(4096))
+
+    before_step(3, threading.Thread(target=fill, daemon=True).start)
