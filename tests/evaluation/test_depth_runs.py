@@ -121,13 +121,13 @@ def test_what_does_not_suit_is_refused_before_anything_starts(
             assert not run.folder.exists()
     run = train(config, tmp_path / "short", "train.max_steps=1", "evaluation.tasks=[]").check()
     for arguments, message in (
-        (("depth:walk", "--depths", "40"), "problems of depth 40"), (("depth:mano",), "does not know '9'"),
+        (("depth:walk", "--depths", "40"), "problems of depth 40"), (("depth:mano",), "does not know '0'"),
         (("loss", "--depths", "2"), "depths 2: expected none"),
     ):  # fmt: skip
         assert evaluate.main([str(run.folder), "--out", str(tmp_path / "out"), "--tasks", *arguments]) == 2
         assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
     report = ["--data", str(folder / "data"), "--out", str(tmp_path / "out"), "--tasks"]
-    for task, message in (("loss", "--tasks loss: expected depth:NAME"), ("depth:mano", "does not know '9'")):
+    for task, message in (("loss", "--tasks loss: expected depth:NAME"), ("depth:mano", "does not know '0'")):
         assert blindspot.main([str(run.folder), *report, task]) == 2
         assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 

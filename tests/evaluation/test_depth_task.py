@@ -66,7 +66,7 @@ def test_the_answer_alone_is_scored(name: str, tokenizers: dict[str, PreTrainedT
 def test_requests_on_disk_say_the_same(tokenizers: dict[str, PreTrainedTokenizerFast], tmp_path: Path) -> None:
     """The choice of the least negative log-likelihood, choice by choice, is the best candidate of the one pass."""
     encoder = Encoder(tokenizers["walk"], 48)
-    model = random_model(tiny_config("parcae_flt", vocab_size=len(encoder.tokenizer), context_length=48))
+    model = random_model(tiny_config("rdm", vocab_size=len(encoder.tokenizer), context_length=48))
     task = open_depth_task("depth:walk", (1, 2, 8), 32)
     depth_tasks.write_requests(tmp_path, task)
     (found,) = evaluate(model.loop_scores, [task], encoder, [1, 4], batch_tokens=512, device=CPU)
