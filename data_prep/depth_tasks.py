@@ -45,7 +45,7 @@ from pretrain.data.manifest import (
     token_dtype,
     tokenizer_sha256,
 )
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, DataError
 from pretrain.evaluation.depth import HELD_OUT_SHARE, PROBLEMS, DepthProblems, Walk
 from pretrain.evaluation.depth_task import (
     DEPTH_PREFIX,
@@ -98,7 +98,7 @@ def build(out: Path, arguments: Arguments, tokenizer: Path | None = None) -> Man
     """The manifest of the data set in `out`, which appears whole or not at all.
 
     Errors: ConfigError where `out` holds something else, for a tokenizer that does not suit the task, and where a
-    problem of the largest depth does not fit into a row.
+    problem of the largest depth does not fit into a row; DataError where the disk takes no more.
     """
     partial = out.absolute().with_name(out.name + PARTIAL_SUFFIX)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -108,14 +108,16 @@ def build(out: Path, arguments: Arguments, tokenizer: Path | None = None) -> Man
     with only_builder(partial):
         dataset = partial / "dataset"
         shutil.rmtree(dataset, ignore_errors=True)
-        folder = dataset / "tokenizer"
-        if tokenizer is None:
-            _save_tokenizer(arguments.problems, folder)
-        else:
-            shutil.copytree(tokenizer, folder)
-        manifest = _write(dataset, arguments)
-        sync_folder(dataset)
-        os.replace(dataset, out)
+        try:
+            if tokenizer is None:
+                save_tokenizer(arguments.problems, dataset / "tokenizer")
+            else:
+                shutil.copytree(tokenizer, dataset / "tokenizer")
+            manifest = _write(dataset, arguments)
+            sync_folder(dataset)
+            os.replace(dataset, out)
+        except OSError as error:
+            raise DataError(f"{out}: not written ({error}); run the command again") from error
         sync(partial.parent)
     shutil.rmtree(partial)
     return manifest
@@ -200,7 +202,7 @@ def _write(dataset: Path, arguments: Arguments) -> Manifest:
     return read_manifest(dataset)
 
 
-def _save_tokenizer(problems: DepthProblems, folder: Path) -> None:
+def save_tokenizer(problems: DepthProblems, folder: Path) -> None:
     """One id for each word: special tokens first, then the task's."""
     from transformers import PreTrainedTokenizerFast
 

@@ -1,6 +1,7 @@
 """Is the recurrent state under control, do more loops help, and what does the readout see? A report on trained models.
 
     python -m tools.blindspot runs/tiny runs/other --data cache/demo --out reports/tiny
+    python -m tools.blindspot runs/walk --data cache/walk --tasks depth:walk --loops 32 --out reports/walk
 
 MODEL is a run's folder, a checkpoint's, or a model in Hugging Face form (exported, or imported from other authors). OUT
 gets report.json (every number), a PNG for each figure, and report.html, one page that needs no network, with all models
@@ -41,6 +42,10 @@ from pretrain.diagnostics.measure import (
 )
 from pretrain.diagnostics.training import WINDOW_STEPS, gradient_oscillation, loss_spikes, repetition_rate
 from pretrain.errors import CheckpointError, ConfigError, PretrainError
+from pretrain.evaluation.catalog import open_tasks
+from pretrain.evaluation.depth_task import DEPTH_PREFIX, fit_depths
+from pretrain.evaluation.requests import Encoder, Task
+from pretrain.evaluation.run import evaluate
 from pretrain.files import write_text
 from pretrain.folder_lock import FolderLock
 from pretrain.model.looped import Edit, LoopedLM
@@ -49,7 +54,7 @@ from pretrain.train.checkpoint.folders import checkpoints_folder
 from pretrain.train.metrics import METRICS_NAME, read_metrics
 from tools.baselines import split_rows
 from tools.generate import generate
-from tools.hf_folder import is_hf_folder, read_config, read_folder
+from tools.hf_folder import is_hf_folder, read_config, read_folder, read_tokenizer
 from tools.loading import load_model
 
 SCALES = (0.1, 0.3, 0.5, 1.0, 2.0, 3.0, 10.0)
@@ -110,8 +115,17 @@ def open_model(path: Path, tokenizer: Path, device: torch.device | str) -> Opene
 class Measurement:
     """One model on the rows of one data set. `record` is everything, ready for JSON."""
 
-    def __init__(self, name: str, opened: Opened, rows: Tensor, settings: Settings, run: Path | None) -> None:
-        """`run` is the folder that has metrics of the training; None where there is none."""
+    def __init__(
+        self,
+        name: str,
+        opened: Opened,
+        rows: Tensor,
+        settings: Settings,
+        run: Path | None,
+        tasks: Sequence[Task] = (),
+        tokenizer: Path | None = None,
+    ) -> None:
+        """`run` is the folder that has metrics of the training; None where there is none. `tasks` need `tokenizer`."""
         self.name, self.model, self.loss, self.step = name, opened.model, opened.loss, opened.step
         self.settings, self.run = settings, run
         self.can_loop = self.model.cfg.family != "gpt"
@@ -125,6 +139,12 @@ class Measurement:
         if self.count > (most := len(self.directions.values) // 2):
             raise ConfigError(f"--subspace={self.count}: expected at most {most}, half of the state's width in {name}")
         self.skipped: dict[str, str] = {}
+        self.tasks: list[Task] = []
+        if tasks and tokenizer is not None:
+            self.encoder = Encoder(read_tokenizer(tokenizer), self.model.cfg.context_length)
+            self.tasks, notes = fit_depths(tasks, self.encoder)
+            if notes:
+                self.skipped["depth"] = "; ".join(notes)
         if opened.within_documents:
             self.skipped["documents"] = (
                 "trained with data.mask_document_boundaries=true; attention crosses the borders of documents here, so "
@@ -151,6 +171,7 @@ class Measurement:
         record["edits"] = {} if "edits" in self.skipped else self._edits()
         record["interventions"] = [] if "interventions" in self.skipped else list(self._interventions())
         record["generation"] = list(self._generation(record["loss"]))
+        record["depth"] = self._depth()
         record["training"] = self._training()
         return record | {"skipped": self.skipped}
 
@@ -258,6 +279,16 @@ class Measurement:
                 "norm_drift": float(norms[:, half:].mean() / norms[:, :half].mean()),
             }
 
+    def _depth(self) -> Record:
+        """By depth task, then by loops: its metrics."""
+        if not self.tasks:
+            return {}
+        found = evaluate(
+            self.model.loop_scores, self.tasks, self.encoder, range(1, self.num_loops + 1),
+            batch_tokens=self.batches[0][0].numel(), device=self.batches[0][0].device,
+        )  # fmt: skip
+        return {result.task: {str(t): metrics for t, metrics in result.by_loops.items()} for result in found}
+
     def _training(self) -> Record:
         """From the run's metrics.jsonl up to the checkpoint, where the model is in its run's folder."""
         if self.run is None:
@@ -306,12 +337,22 @@ def read_rows(data: Path, count: int) -> tuple[Tensor, TokenizerInfo]:
     return torch.from_numpy(rows), read_manifest(data).tokenizer
 
 
-def measure(path: Path, name: str, data: Path, settings: Settings, device: torch.device | str = "cpu") -> Record:
-    """The record of one model. Errors: CheckpointError and ConfigError of what cannot be measured, with the reason."""
+def measure(
+    path: Path,
+    name: str,
+    data: Path,
+    settings: Settings,
+    device: torch.device | str = "cpu",
+    tasks: Sequence[Task] = (),
+) -> Record:
+    """The record of one model, on depth `tasks` too.
+
+    Errors: CheckpointError and ConfigError of what cannot be measured, with the reason.
+    """
     rows, tokenizer = read_rows(data, settings.rows)
     opened = open_model(path, data / tokenizer.path, device)
     _check(opened, path, data, tokenizer)
-    return Measurement(name, opened, rows, settings, _run_of(path)).record()
+    return Measurement(name, opened, rows, settings, _run_of(path), tasks, data / tokenizer.path).record()
 
 
 def _run_of(path: Path) -> Path | None:
@@ -357,6 +398,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("models", type=pathname, nargs="+", metavar="MODEL", help=what)
     parser.add_argument("--data", type=pathname, required=True, help="data set whose validation split is measured on")
     parser.add_argument("--out", type=pathname, required=True, help="folder of the report")
+    parser.add_argument("--tasks", default=[], type=lambda text: text.split(","), help="depth:NAME, commas between")
     parser.add_argument("--overwrite", action="store_true", help="replace a report that OUT holds")
     for name, what in (
         ("loops", "K_max"), ("rows", "rows to measure on"), ("batch_rows", "rows at a time"),
@@ -375,13 +417,16 @@ def main(arguments: list[str] | None = None) -> int:
             raise ConfigError(f"--out {args.out}: it is a file; expected a folder for the report")
         if any((args.out / name).exists() for name in ("report.json", "report.html")) and not args.overwrite:
             raise ConfigError(f"--out {args.out}: it holds a report; --overwrite replaces it")
+        if other := [name for name in args.tasks if not name.startswith(DEPTH_PREFIX)]:
+            raise ConfigError(f"--tasks {other[0]}: expected {DEPTH_PREFIX}NAME; tools.evaluate has the other tasks")
+        tasks = open_tasks(args.tasks, None, None, None)
         if absent := [path for path in args.models if not path.is_dir()]:  # before minutes go into the others
             raise ConfigError(f"{absent[0]}: expected the folder of a run, of a checkpoint or of an exported model")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         records = []
         with FolderLock(args.out):
             for path, name in zip(args.models, names_of(args.models), strict=True):
-                records.append(measure(path, name, args.data, settings, device))
+                records.append(measure(path, name, args.data, settings, device, tasks))
                 print(f"measured {name}", flush=True)
             print(write_report(args.out, args.data, settings, records))
     except PretrainError as error:

@@ -7,6 +7,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from pretrain.evaluation.depth_task import ACCURACY, SOLVED, SOLVED_DEPTH
+from tools.depth_grid import depths_of, draw_heat_map
 from tools.report import Section, Table, axes_of, line_figure, new_figure
 
 Record = dict[str, Any]
@@ -15,7 +17,7 @@ Record = dict[str, Any]
 def sections(records: list[Record]) -> Iterator[Section]:
     """The page, one section for each question."""
     for make in (
-        _models, _norms, _updates, _frontier, _radial, _supervision, _scale, _linear, _interventions, _training,
+        _models, _norms, _updates, _frontier, _depth, _radial, _supervision, _scale, _linear, _interventions, _training,
         _generation,
     ):  # fmt: skip
         yield make(records)
@@ -127,6 +129,35 @@ def _frontier(records: list[Record]) -> Section:
             Table(columns, rows, "perplexity"), Table(columns, gaps, "K-invariance gap: perplexity at 1 minus at K"),
             Table(columns, speeds, "tokens/s"),
         ],
+    )  # fmt: skip
+
+
+def _depth(records: list[Record]) -> Section:
+    """Nothing but a sentence where no depth task was asked for."""
+    by_model = {
+        f"{r['name']}, {task}": {int(t): metrics for t, metrics in by_loops.items()}
+        for r in records for task, by_loops in r["depth"].items()
+    }  # fmt: skip
+    title = "How deep are the problems that are solved?"
+    if not by_model:
+        return Section(title, "No depth task was asked for (--tasks depth:NAME).")
+    lines = {
+        name: (list(by_loops), [metrics[SOLVED_DEPTH] for metrics in by_loops.values()])
+        for name, by_loops in by_model.items()
+    }
+    figures = {"solved_depth": line_figure(lines, xlabel="K, loops", ylabel="depth that is solved")}
+    tables = []
+    for i, (name, by_loops) in enumerate(by_model.items()):
+        figures[f"depth_{i}"] = new_figure()
+        draw_heat_map(figures[f"depth_{i}"].add_subplot(), by_loops, name)
+        rows = [[depth, *(m[ACCURACY.format(depth)] for m in by_loops.values())] for depth in depths_of(by_loops)]
+        tables.append(Table(["depth", *(f"K = {t}" for t in by_loops)], rows, f"accuracy, {name}"))
+    return Section(
+        title,
+        "Problems whose answer takes a known number of dependent steps, their depth. A depth is solved where it and "
+        f"all smaller ones measured have an accuracy of at least {SOLVED}. A curve that rises with K says that loops "
+        "are steps; one that is flat beyond the trained number says that more of them add nothing.",
+        figures, tables, _notes(records, "depth"),
     )  # fmt: skip
 
 

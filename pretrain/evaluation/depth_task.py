@@ -166,8 +166,15 @@ def find_problems(name: str, asked: str) -> DepthProblems:
 
 
 def plain_encoder(folder: Path) -> tuple[Encode, int | None]:
-    """(ids of a text without special tokens, id of unknown words) of the tokenizer saved in `folder`; without torch."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    """(ids of a text without special tokens, id of unknown words) of the tokenizer saved in `folder`; without torch.
+
+    Errors: ConfigError where there is none.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConfigError(f"{path}: not a saved tokenizer ({error}); save it again") from error
     unknown_id = tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, unknown_id
 

@@ -48,6 +48,27 @@ def test_scores_are_those_of_each_request_alone(family: str, batch_tokens: int) 
     assert found[0].num_tokens.tolist() == [len(r.tokens) - r.start for r in requests]
 
 
+@pytest.mark.parametrize("batch_tokens", [24, 10_000])
+def test_the_most_likely_of_each_requests_candidates(batch_tokens: int) -> None:
+    """Requests of several tasks at once; likelihoods are over the whole vocabulary in each case."""
+    model = random_model(tiny_config("rdm"), dtype=torch.float64)
+    sets: list[tuple[int, ...]] = [(), (1, 5, 9), (28, 0), (5,)]
+    plain = [Request(r.tokens[: r.start + 1], r.start) for r in make_requests(80)]
+    requests = [request._replace(candidates=sets[i % 4]) for i, request in enumerate(plain)]
+    found = score(model.loop_scores, requests, [1, 3], batch_tokens=batch_tokens, device=CPU)
+    everything = score(model.loop_scores, plain, [1, 3], batch_tokens=batch_tokens, device=CPU)
+    for loops, scores, whole in zip([1, 3], found, everything, strict=True):
+        np.testing.assert_allclose(scores.nats, whole.nats, rtol=1e-12)
+        for request, greedy in zip(requests, scores.greedy, strict=True):
+            logits = model.logits(torch.tensor([request.tokens[:-1]]), loops)[0, -1]
+            allowed = request.candidates or range(29)
+            assert greedy == (max(allowed, key=lambda i: float(logits[i])) == request.tokens[-1])
+    assert len({tuple(s.greedy) for s in (*found, *everything)}) == 4, "loops and candidates matter"
+    batches = list(bucket(requests, batch_tokens))
+    assert sorted(i for batch in batches for i in batch) == list(range(80))
+    assert all(len({requests[i].candidates for i in batch}) == 1 for batch in batches)
+
+
 def test_greedy_continuations_are_found() -> None:
     model = random_model(tiny_config("parcae"))
     start = torch.tensor([[3, 5, 7]])
