@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from pretrain.parallel.muon import muon_direction, polar_express
+from pretrain.parallel.muon import muon_direction, polar_express, update_scale
+from pretrain.parallel.partition import ParamSpec
 
 
 def _matrix(rows: int, columns: int, smallest: float) -> torch.Tensor:
@@ -42,6 +43,14 @@ def test_bf16_is_close_to_fp32_and_keeps_the_callers_type() -> None:
     assert rough.dtype == torch.float32
     difference = rough - polar_express(matrix, 5, torch.float32)
     assert 0 < difference.norm() / 32**0.5 < 0.05
+
+
+def test_the_scale_is_that_of_the_whole_matrix() -> None:
+    """Of what two tensor-parallel ranks hold a half of: neither rows nor columns of the shard decide."""
+    for dim, shard, whole in ((0, (20, 10), (40, 10)), (1, (20, 10), (20, 20)), (None, (20, 10), (20, 10))):
+        found = ParamSpec("matrix", torch.Size(shard), dim).whole_shape(2)
+        assert found == whole
+        assert update_scale(found) == pytest.approx(math.sqrt(max(1, whole[0] / whole[1])))
 
 
 def test_tall_matrices_move_further() -> None:

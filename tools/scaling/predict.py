@@ -205,9 +205,11 @@ def _flops_per_token(cfg: Config, loops: Floats) -> Floats:
     costs = []
     for mean_loops in whole:
         distribution = "fixed" if mean_loops == 1 else cfg.model.recurrence.distribution
+        bound = cfg.model.recurrence.max_loops
         recurrence = replace(
-            cfg.model.recurrence, mean_loops=float(mean_loops), backprop_loops=None, distribution=distribution
-        )
+            cfg.model.recurrence, mean_loops=float(mean_loops), backprop_loops=None, distribution=distribution,
+            max_loops=bound if bound is None or bound >= mean_loops else None,  # no run has a bound below its mean
+        )  # fmt: skip
         own = replace(cfg, model=replace(cfg.model, recurrence=recurrence))
         costs.append(model_flops(own.model, expected_work(own)) / own.tokens_per_step)
     return np.asarray(np.interp(loops, whole, costs))
