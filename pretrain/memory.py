@@ -175,7 +175,7 @@ class _Activations:
         feedback = model.recurrence.feedback if part == "core" else "none"
         norm_inputs = (4 if model.block == "sandwich" else 2) + (feedback == "residual")
         product_inputs = 2 + (feedback == "attention")  # of the whole sequence, also under sequence parallelism
-        attention = (1 + model.qk_norm) * (q + kv) + kv + q
+        attention: float = (1 + model.qk_norm) * (q + kv) + kv + q
         if model.dropout > 0:  # fp32 softmax, the mask, and what is left in the compute type
             attention += self._attention_weights(part) * (1 + (FP32_BYTES + 1) / self.plan.compute_bytes)
         mlp = (4 if model.mlp == "swiglu" else 2) * model.ffn_width_of(part)

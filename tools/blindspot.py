@@ -29,6 +29,7 @@ from torch import Tensor
 from pretrain.arguments import integer, pathname
 from pretrain.config.loss import LossConfig
 from pretrain.data.manifest import TokenizerInfo, read_manifest
+from pretrain.data.tokenizer_files import load_tokenizer
 from pretrain.diagnostics.interventions import Clamp, Noise, RemoveRadial, ZeroSubspace
 from pretrain.diagnostics.linear import linear_parts
 from pretrain.diagnostics.measure import (
@@ -54,7 +55,7 @@ from pretrain.train.checkpoint.folders import checkpoints_folder
 from pretrain.train.metrics import METRICS_NAME, read_metrics
 from tools.baselines import split_rows
 from tools.generate import generate
-from tools.hf_folder import is_hf_folder, read_config, read_folder, read_tokenizer
+from tools.hf_folder import is_hf_folder, read_config, read_folder
 from tools.loading import load_model
 
 SCALES = (0.1, 0.3, 0.5, 1.0, 2.0, 3.0, 10.0)
@@ -141,7 +142,7 @@ class Measurement:
         self.skipped: dict[str, str] = {}
         self.tasks: list[Task] = []
         if tasks and tokenizer is not None:
-            self.encoder = Encoder(read_tokenizer(tokenizer), self.model.cfg.context_length)
+            self.encoder = Encoder(load_tokenizer(tokenizer), self.model.cfg.context_length)
             self.tasks, notes = fit_depths(tasks, self.encoder)
             if notes:
                 self.skipped["depth"] = "; ".join(notes)

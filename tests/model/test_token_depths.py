@@ -21,10 +21,10 @@ from pretrain.accounting import readouts_per_row
 from pretrain.config.loss import LossConfig
 from pretrain.config.model import AuxiliaryConfig, ModelConfig
 from pretrain.model.batch import MicroBatch
+from pretrain.model.counter import StateKey
 from pretrain.model.looped import LoopedLM, LoopInputs
 from pretrain.model.loss import Totals
 from pretrain.model.objective import Objective
-from pretrain.model.state import StateKey
 from pretrain.model.subspace import readout_directions
 from tests.model.helpers import make_batch, train_loss, train_states
 from tests.model.tiny import FAMILIES, random_model, tiny_config
@@ -88,7 +88,7 @@ class PlainRow:
     def __init__(self, model: LoopedLM, case: Case, row: int) -> None:
         self.model, self.batch = model, MicroBatch(*(None if x is None else x[row : row + 1] for x in case.batch))
         self.k = case.grad[row].tolist()
-        self.ctx = model.context_of(self.batch)
+        self.ctx = model.context_of(self.batch, StateKey(1, 0, self.batch.rows))
         e, h_0 = model.start(self.batch, self.ctx, StateKey(1, 0, self.batch.rows))
         inputs = LoopInputs(model.injection.input(e), self.ctx, model.look_up_values("core", self.batch.tokens))
         updates = torch.zeros(1, LENGTH, dtype=torch.int64)
@@ -276,8 +276,8 @@ def test_a_token_that_is_done_is_seen_with_its_last_state() -> None:
     first, *later = train_states(model, batch, loops)
     assert all(torch.equal(h[:, 0], first[:, 0]) for h in later)
     inputs = LoopInputs(
-        model.injection.input(model.start(batch, model.context_of(batch), None)[0]),
-        model.context_of(batch), model.look_up_values("core", tokens),
+        model.injection.input(model.start(batch, model.context_of(batch, None), None)[0]),
+        model.context_of(batch, None), model.look_up_values("core", tokens),
     )  # fmt: skip
     assert torch.equal(later[0][:, 1:], model.core_step(first, inputs, None)[:, 1:])
 
@@ -294,7 +294,7 @@ def test_readouts_begin_where_a_loop_may_have_a_weight(objective: str) -> None:
         tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
         batch, loops, _ = make_batch(tokens, tokens, (own * 0).numpy(), own.numpy())
         totals = Totals(float(LENGTH), 1.0)
-        found = Objective(model, batch, loops, cfg, totals, model.context_of(batch), [], 0)
+        found = Objective(model, batch, loops, cfg, totals, model.context_of(batch, None), [], 0)
         weights = found.readout_weights
         assert most - found.first_readout == readouts_per_row(most, objective, per_token)
         if objective != "exit_weighted":  # whose weights are those of the gate
