@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,9 @@ LOSS, HARNESS_PREFIX = "loss", "lm_eval:"
 """Tasks of tools/evaluate.py alone."""
 
 
-def open_tasks(names: Sequence[str], task_data: str | None, core_bundle: str | None, limit: int | None) -> list[Task]:
+def open_tasks(
+    names: Sequence[str], task_data: str | Path | None, core_bundle: str | Path | None, limit: int | None
+) -> list[Task]:
     """The tasks that `names` say: `core` (all of the bundle), `text:PATH`, or a folder of requests in `task_data`.
 
     Errors: ConfigError for a name that is unknown, or whose data is not given, missing or malformed.
@@ -29,8 +32,8 @@ def open_tasks(names: Sequence[str], task_data: str | None, core_bundle: str | N
                 raise ConfigError(f"task {CORE!r}: it needs the folder of DCLM's tasks (core_bundle)")
             tasks += read_core(Path(core_bundle), limit)
         elif name.startswith(TEXT_PREFIX):
-            path = Path(name.removeprefix(TEXT_PREFIX))
-            if not path.exists():
+            path = Path(os.path.expanduser(name.removeprefix(TEXT_PREFIX)))
+            if not os.path.exists(path):
                 raise ConfigError(f"task {name!r}: no such file or folder")
             tasks.append(read_text_task(path))
         elif name == LOSS or name.startswith(HARNESS_PREFIX):
