@@ -27,7 +27,8 @@ def read_sweep(path: Path) -> list[list[str]]:
     try:
         tree = read_yaml(path)
     except ConfigError as error:
-        raise ConfigError(f"--array {error}") from error
+        reason = str(error).removeprefix(f"{path}: ").removeprefix("cannot be read: ")
+        raise ConfigError(f"--array {path}: cannot be read: {reason}") from error
     runs = _grid(path, tree["grid"]) if isinstance(tree, dict) and list(tree) == ["grid"] else _list(path, tree)
     for i, run in enumerate(runs):
         if run in runs[:i]:

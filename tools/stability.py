@@ -245,7 +245,10 @@ def write_records(path: Path, records: list[Record]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs what is missing, then plots and prints the table; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data", default="cache/demo", help="data set with rows of at least 33 tokens (make demo)")
+    parser.add_argument(
+        "--data", type=pathname, default=Path("cache/demo"),
+        help="data set with rows of at least 33 tokens (make demo)",
+    )  # fmt: skip
     parser.add_argument("--out", type=pathname, default=Path("docs/img"))
     parser.add_argument("--steps", type=integer(1, 10**6), default=300)
     args = parser.parse_args(arguments)

@@ -54,7 +54,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Interpolations are resolved. Raises ConfigError that names the file or the command line, the key, its value and
     what was expected.
     """
-    files = _read_files(Path(path))
+    files = _read_files(Path(os.path.expanduser(path)))
     pairs = [_parse_override(text) for text in join_overrides(overrides)]
     tree = _plain(asdict(Config()))
     _merge(tree, {"model": FAMILIES[_family_name(files, pairs)]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +21,8 @@ LOSS, HARNESS_PREFIX = "loss", "lm_eval:"
 
 def open_tasks(
     names: Sequence[str],
-    task_data: str | None,
-    core_bundle: str | None,
+    task_data: str | Path | None,
+    core_bundle: str | Path | None,
     limit: int | None,
     depths: Sequence[int] = (),
 ) -> list[Task]:
@@ -39,8 +40,8 @@ def open_tasks(
                 raise ConfigError(f"task {CORE!r}: it needs the folder of DCLM's tasks (core_bundle)")
             tasks += read_core(Path(core_bundle), limit)
         elif name.startswith(TEXT_PREFIX):
-            path = Path(name.removeprefix(TEXT_PREFIX))
-            if not path.exists():
+            path = Path(os.path.expanduser(name.removeprefix(TEXT_PREFIX)))
+            if not os.path.exists(path):
                 raise ConfigError(f"task {name!r}: no such file or folder")
             tasks.append(read_text_task(path))
         elif name.startswith(DEPTH_PREFIX):

@@ -43,7 +43,7 @@ def test_every_number_and_every_folder_has_bounds() -> None:
 
 
 def test_a_sample_through_the_real_command(tmp_path: Path) -> None:
-    """The first mutations that a shell can pass on; the judge's verdict is the command's."""
+    """Refused mutations that a shell can pass on: code 2, or 0 where only the data are wrong; never a traceback."""
     place = Workplace(tmp_path / "place")
     tried = 0
     for case in cases(SEED, 200):
@@ -53,7 +53,7 @@ def test_a_sample_through_the_real_command(tmp_path: Path) -> None:
         path, overrides = place.write(case)
         verdict, _ = judge(case, place)
         if verdict == "refused":
-            data = f"data.path={place.folder / 'file'}"  # were the mutation accepted, the data would be refused
+            data = f"data.path={place.folder / 'file'}"  # --print-config does not look at it
             done = start("pretrain/main.py", "--config", str(path), data, *overrides, "--print-config")
             assert done.returncode in (0, 2) and "Traceback" not in done.stderr, (case, done)
             tried += 1

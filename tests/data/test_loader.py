@@ -217,7 +217,7 @@ def test_a_mixture_keeps_its_weights_and_its_order_in_every_layout(tmp_path: Pat
 def test_a_source_without_a_row_in_the_epoch_is_refused(tmp_path: Path) -> None:
     # streaming gives the row that rounding leaves over to a source by seed: here to the first.
     cfg = make_config(None, 4, sources=mixture(tmp_path, (1.0, 1e-9)), shuffle_seed=1)
-    with pytest.raises(ConfigError, match=r"data\.sources\[\]\.weight=1e-09: expected .* gives .*b at least"):
+    with pytest.raises(ConfigError, match=r"data\.sources\[1\]\.weight=1e-09: expected .* gives .*b at least"):
         TrainLoader(cfg, alone())
 
 

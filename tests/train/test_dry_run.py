@@ -10,13 +10,14 @@ import pytest
 from pretrain.train.checkpoint.folders import checkpoints_folder, step_folder
 from tests.train.forked import Run, train
 
+IN_EARNEST = (("train.max_steps=2",), ("train.seed=1",))
+"""Also started; the others come out of the same functions."""
+
 
 @pytest.fixture(scope="module")
 def stopped(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run that has stopped after step 3 of 8."""
-    run = train(config, tmp_path_factory.mktemp("runs") / "run", "train.stop_step=3")
-    assert run.codes == [85]
-    return run
+    return train(config, tmp_path_factory.mktemp("runs") / "run", "train.stop_step=3").check()
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_the_checkpoint_and_the_configuration(
     config: Path, stopped: Run, settings: tuple[str, ...], code: int, message: str
 ) -> None:
     before = (stopped.folder / "metrics.jsonl").read_bytes()
-    for mode in (("--dry-run",), ()) if code else (("--dry-run",),):
+    for mode in (("--dry-run",), ()) if settings in IN_EARNEST else (("--dry-run",),):
         run = train(config, stopped.folder, *settings, *mode)
         assert run.codes == [code] and message in run.outputs[0], run
         assert "Traceback" not in run.outputs[0]
