@@ -148,9 +148,8 @@ class Difference:
         """Of this layout's run; collective over all ranks."""
         ops = tensor_ops(layout)
 
-        def relative(own: Sequence[float], other: Sequence[float]) -> float:
-            # Terms such as the scale anchor are the squares of what is left between two equal numbers.
-            return largest(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(own, other, strict=True))
+        def relative(own: Sequence[float], other: Sequence[float], least: float = 0.0) -> float:
+            return largest(abs(a - b) / max(abs(b), least) for a, b in zip(own, other, strict=True))
 
         weights, states = [0.0 if trace.copies_agree else math.inf], [0.0]
         for (name, key), tensor in trace.tensors.items():
@@ -158,7 +157,9 @@ class Difference:
             difference = float((tensor - expected).norm() / expected.norm().clamp(min=1e-12))
             (weights if key == PARAMETER else states).append(difference)
         losses, norms = relative(trace.losses, reference.losses), relative(trace.norms, reference.norms)
-        others = largest([0.0, *(relative(trace.others[name], reference.others[name]) for name in reference.others)])
+        # Of terms alone: some, as the scale anchor, are squares of what is left between two equal numbers.
+        terms = (relative(trace.others[name], value, 1e-3) for name, value in reference.others.items())
+        others = largest([0.0, *terms])
         values = torch.tensor([losses, norms, largest(weights), largest(states), others], dtype=torch.float64)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return Difference(*values.tolist())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pretrain.config.schema import LossConfig
 from pretrain.model.attention_mask import attend, make_context
@@ -156,6 +157,17 @@ def test_attention_that_drops_is_attention_with_zeroed_weights(window: int | Non
             scores = (q[row, :, head] @ k[row, :, head // 2].T / 8**0.5).masked_fill(~seen, -torch.inf)
             expected = (scores.softmax(-1) * kept[row, head]) @ v[row, :, head // 2]
             torch.testing.assert_close(found[row, :, head], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_on_cuda_documents_have_masks_where_weights_are_dropped() -> None:
+    """The kernel for documents there takes no dropout; shapes alone, since CUDA need not be there."""
+    with FakeTensorMode():
+        device = torch.device("cuda")
+        ids = torch.zeros(2, LENGTH, dtype=torch.int64, device=device)
+        noise = torch.zeros(2, LENGTH, dtype=torch.int32, device=device)
+        ctx = make_context(tiny_config("blindspot"), LENGTH, device, torch.bfloat16, document_ids=ids, noise=noise)
+    assert ctx.boundaries is None and ctx.full_mask is not None
+    assert ctx.full_mask.shape == (2, 1, LENGTH, LENGTH)
 
 
 def test_a_share_of_the_heads_drops_what_it_would_among_all() -> None:
