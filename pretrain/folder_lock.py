@@ -49,8 +49,8 @@ class FolderLock:
 
     def take(self) -> None:
         """Takes the lock, or raises."""
-        self._made = not self.folder.exists()
         try:
+            self._made = not self.folder.exists()
             self._take()
         except OSError as error:  # Timeout is one
             holder = self._holder()
@@ -65,8 +65,8 @@ class FolderLock:
         """Raises CheckpointError where the lock was lost: a process that stood still for LEASE_SEC may be replaced."""
         if (lost := self._lease.compromise) is not None:
             raise CheckpointError(
-                f"{self.folder}: no longer this process's ({LEASE_NAME}: {lost.reason}), now in use by "
-                f"{self._holder()}; nothing more is written there"
+                f"{self.folder}: no longer this process's alone ({LEASE_NAME}: {lost.reason}); {LOCK_NAME} names "
+                f"{self._holder()}. Nothing more is written there"
             )
 
     def close(self) -> None:

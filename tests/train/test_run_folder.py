@@ -55,9 +55,8 @@ def test_a_run_that_has_lost_its_folder_ends_before_it_writes(config: Path, tmp_
     folder = tmp_path / "run"
     patch = "tests.train.guard_patches:lose_the_folder_in_step_3"
     run = train(config, folder, *SETTINGS, patch=patch, FOLDER=str(folder))
-    assert run.codes == [4] and "no longer this process's (lock.lease: owner-changed), now in use by process 1 on " in (
-        run.outputs[0]
-    )
+    assert run.codes == [4]
+    assert "no longer this process's alone (lock.lease: owner-changed); lock.json names process 1" in run.outputs[0]
     assert run.column("step") == [1, 2] and list_steps(checkpoints_folder(folder)) == [1, 2]
     assert "elsewhere" in (folder / "lock.json").read_text() and (folder / "lock.lease").is_file()
 
@@ -102,7 +101,14 @@ def test_folders_of_a_run_may_be_links(stopped: Run, finished: Run, config: Path
     assert list_steps(disk / "checkpoints") == [3, 4]
 
 
-@pytest.mark.parametrize("kind", ["link that leads nowhere", "file", "link to itself"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "link that leads nowhere",
+        pytest.param("file", marks=pytest.mark.slow),
+        pytest.param("link to itself", marks=pytest.mark.slow),
+    ],
+)
 def test_checkpoints_that_cannot_be_listed_are_not_none(
     kind: str, stopped: Run, config: Path, tmp_path: Path
 ) -> None:
