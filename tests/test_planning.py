@@ -25,7 +25,7 @@ from pretrain.model.counter import StateKey
 from pretrain.model.looped import LoopedLM
 from pretrain.model.loss import Totals
 from pretrain.planning import Plan, checkpoint_bytes, expected_work
-from pretrain.sampling import DepthSampler
+from pretrain.sampling import Depths, DepthSampler
 from pretrain.sampling.plan import LoopPlan
 from pretrain.sampling.sampler import Depths
 
@@ -55,13 +55,13 @@ def test_expected_work_is_the_mean_of_draws(sampled_loops: str, distribution: st
 
 
 def test_a_row_with_depths_per_token_runs_to_its_deepest_token() -> None:
-    tokens = ("model.recurrence.granularity=token", "model.recurrence.backprop_loops=8", "loss.objective=last_third")
-    cfg = shipped("tiny", *tokens, "train.global_batch_size=16")
+    cfg = shipped("tiny", "model.recurrence.granularity=token", "train.global_batch_size=16")
     sampler = DepthSampler.from_config(cfg.model.recurrence, seed=0, global_batch_size=16)
     draws = [sampler.draw_tokens(step, cfg.model.context_length) for step in range(20)]
     deepest = np.mean([draw.no_grad_loops.max(1).sum() for draw in draws])
     assert expected_work(cfg).no_grad_loops == pytest.approx(deepest, rel=0.05)
-    rows = [draw.of_deepest_token() for draw in draws]
+    cfg.model.recurrence.backprop_loops, cfg.loss.objective = 8, "last_third"
+    rows = [Depths.truncated(draw.num_loops, 8).of_deepest_token() for draw in draws]
     works = [StepWork.of(r.no_grad_loops, r.grad_loops, "last_third", per_token=True) for r in rows]
     assert expected_work(cfg).readouts == pytest.approx(np.mean([work.readouts for work in works]), rel=0.05)
 

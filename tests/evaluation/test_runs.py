@@ -61,6 +61,25 @@ def evaluations(run: Run) -> list[dict[str, float]]:
     return run.column("evaluation")
 
 
+def test_a_compiled_run_measures_what_an_eager_one_does(folder: Path, tmp_path: Path) -> None:
+    """Loop counts of tokens, documents, validation at several counts, the probe, and tasks of all lengths."""
+    settings = (
+        "train.max_steps=2", "model.recurrence.granularity=token", "data.mask_document_boundaries=true",
+        "probe.every_steps=1", "validation.num_loops=[1,3,5]", "validation.every_steps=1",
+    )  # fmt: skip
+    patch = "tests.train.patches:compile_without_kernels"
+    compiled = train(folder / "run.yaml", tmp_path / "one", *settings, "train.compile=true", patch=patch).check()
+    eager = train(folder / "run.yaml", tmp_path / "two", *settings).check()
+    assert compiled.column("loss") == pytest.approx(eager.column("loss"), rel=1e-5)
+    assert compiled.column("probe_loss") and compiled.column("val_loss") and evaluations(compiled)
+    for name in ("val_loss", "evaluation"):
+        for own, expected in zip(compiled.column(name), eager.column(name), strict=True):
+            assert own == pytest.approx(expected, rel=1e-4)
+    for own, expected in zip(compiled.column("probe_loss"), eager.column("probe_loss"), strict=True):
+        assert own == pytest.approx(expected, rel=1e-4)
+
+
+
 def test_every_layout_scores_what_the_tool_scores(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = folder / "run.yaml"
     one = train(config, folder / "one").check()

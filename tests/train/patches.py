@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any
 
 import torch
 
 from pretrain.model.layers import Layer
+from pretrain.model.looped import LoopedLM
 from pretrain.parallel import zero
 from pretrain.sampling import Depths, DepthSampler
 from pretrain.train.signals import StopSignals
@@ -101,3 +103,8 @@ def wandb_absent() -> None:
 def fake_wandb() -> None:
     """The package in tests/train/fakes, whose behaviour FAKE_WANDB names."""
     sys.path.insert(0, os.path.join(os.path.dirname(__file__), "fakes"))
+
+
+def compile_without_kernels() -> None:
+    """torch.compile traces as ever and runs the graphs op by op: what it makes of them takes minutes on a CPU."""
+    LoopedLM.compile_core = partialmethod(LoopedLM.compile_core, backend="aot_eager")  # type: ignore[method-assign]
