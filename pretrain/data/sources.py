@@ -65,12 +65,14 @@ def _prepare(cfg: Config, folder: NodeFolder | None) -> None:
     preflight_data(cfg)
     check_local_shards(cfg)
     for source in cfg.data.all_sources:
-        if source.remote is not None:
-            manifest = read_manifest(source.path)
-            for shard in (s for split in manifest.splits for s in read_shards(source.path, manifest, split)):
-                _check_cached(source, shard)
-                if folder is not None:
-                    _remove_if_broken(shard)
+        if source.remote is None:
+            continue
+        manifest = read_manifest(source.path)
+        shards = [shard for split in manifest.splits for shard in read_shards(source.path, manifest, split)]
+        _check_cached(Path(source.path), shards)
+        if folder is not None:
+            for shard in shards:
+                _remove_if_broken(shard)
 
 
 def check_local_shards(cfg: Config) -> None:
@@ -106,10 +108,11 @@ def _check_local(source: SourceConfig, shard: ShardFile) -> None:
     shard.check_size()
 
 
-def _check_cached(source: SourceConfig, shard: ShardFile) -> None:
-    """The files that streaming writes and removes lie in the cache."""
-    cache = Path(source.path)
-    for path in (shard.path, shard.raw_path):
+def _check_cached(cache: Path, shards: list[ShardFile]) -> None:
+    """ConfigError where a link leads out of the cache to what streaming would write or remove there."""
+    files = {path for shard in shards for path in (shard.path, shard.raw_path)}
+    # Each folder once: resolving all shards of a trillion tokens would take minutes on a network's file system.
+    for path in sorted({path.parent for path in files} | {path for path in files if path.is_symlink()}):
         path_below(cache, str(path.relative_to(cache)), f"{cache}: a shard of its index.json")
 
 
