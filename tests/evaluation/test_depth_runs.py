@@ -135,8 +135,13 @@ def test_what_does_not_suit_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("source", "name"),
     [
-        ("parcae", "a_base"), ("parcae", "g_add_injection"), ("huginn", "sandwich"), ("flt", "FLT"), ("flt", "FLT_res"),
-        ("flt", "LT"), ("flt", "LT_i"), ("flt", "LT_ia"), ("blindspot", "norm"),
+        ("parcae", "a_base"), ("huginn", "sandwich"), ("flt", "FLT"), ("blindspot", "norm"),
+        *(
+            pytest.param(source, name, marks=pytest.mark.slow)
+            for source, name in (
+                ("parcae", "g_add_injection"), ("flt", "FLT_res"), ("flt", "LT"), ("flt", "LT_i"), ("flt", "LT_ia"),
+            )
+        ),
     ],
 )  # fmt: skip
 def test_published_checkpoints_take_every_task(

@@ -107,6 +107,11 @@ def test_text_tokenizers(tokenizer: PreTrainedTokenizerFast, encoder: Encoder) -
     (request, *_) = open_depth_task("depth:add", (1,), 8).requests(encoder)
     assert tokenizer.decode(request.tokens[request.start :]) == "1 3 8"
     assert len(request.candidates) == 11, "ten digits and the blank"
+    wide = Encoder(tokenizer, 400)
+    problems = PROBLEMS["assign"].evaluation_problems(3, 4)
+    for request, problem in zip(open_depth_task("depth:assign", (3,), 4).requests(wide), problems, strict=True):
+        assert tokenizer.decode(request.tokens[1:]) == f"{problem.context} {problem.answer}"
+        assert tokenizer.decode(request.tokens[request.start :]) == problem.answer and len(request.candidates) == 9
     with pytest.raises(ConfigError, match=r"'depth:mano'.* makes 2 tokens of the answer '10': expected one of its own"):
         open_depth_task("depth:mano", (1,), 8).requests(encoder)
 
