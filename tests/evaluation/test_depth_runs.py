@@ -120,10 +120,14 @@ def test_what_does_not_suit_is_refused_before_anything_starts(
             assert run.codes == [2] * world and all(message in output for output in run.outputs), run.outputs
             assert not run.folder.exists()
     run = train(config, tmp_path / "short", "train.max_steps=1", "evaluation.tasks=[]").check()
+    depth_tasks.save_tokenizer(PROBLEMS["assign"], tmp_path / "words")
+    larger = ("depth:assign", "--tokenizer", str(tmp_path / "words"))
     for arguments, message in (
-        (("depth:walk", "--depths", "40"), "problems of depth 40"), (("depth:mano",), "does not know '0'"),
+        (larger, "a tokenizer of 90 ids; expected at most 18"),
+        (("depth:walk", "--depths", "40"), "problems of depth 40"),
+        (("depth:mano",), "does not know '0'"),
         (("loss", "--depths", "2"), "depths 2: expected none"),
-    ):  # fmt: skip
+    ):
         assert evaluate.main([str(run.folder), "--out", str(tmp_path / "out"), "--tasks", *arguments]) == 2
         assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
     report = ["--data", str(folder / "data"), "--out", str(tmp_path / "out"), "--tasks"]
