@@ -25,7 +25,7 @@ from pretrain.model.looped import LoopedLM
 from pretrain.model.loss import Totals
 from pretrain.model.state import StateKey
 from pretrain.planning import Plan, checkpoint_bytes, expected_work
-from pretrain.sampling import Depths, DepthSampler
+from pretrain.sampling import DepthSampler
 from pretrain.sampling.plan import LoopPlan
 from pretrain.sampling.sampler import Depths
 
