@@ -16,7 +16,8 @@ from pretrain.evaluation.depth_task import DepthTask, plain_encoder
 from pretrain.files import require_writable
 
 RUN_FILES = ("log.txt", "metrics.jsonl", "config.yaml", "environment.json")
-RUN_FOLDERS = ("checkpoints", "wandb")
+CHECKPOINTS = "checkpoints"
+RUN_FOLDERS = (CHECKPOINTS, "wandb")
 
 
 def preflight(cfg: Config) -> None:
@@ -39,7 +40,9 @@ def _check_run_folder(cfg: Config) -> None:
         if os.path.lexists(path) and not (os.path.isfile(path) and os.access(path, os.W_OK)):
             raise ConfigError(f"{setting}: expected {path} to be a file that can be written, or absent")
     for name in RUN_FOLDERS:
-        if os.path.lexists(folder / name):
+        # What only has the name of `checkpoints` is no empty folder, and may be a link to a disk that is not mounted:
+        # a CheckpointError where checkpoints are looked for.
+        if os.path.isdir(folder / name) or (name != CHECKPOINTS and os.path.lexists(folder / name)):
             require_writable(folder / name, setting)
 
 

@@ -139,8 +139,9 @@ def test_arguments_that_cannot_be(arguments: dict[str, object], message: str, tm
 
 
 def test_a_tokenizer_that_splits_answers_is_refused(tmp_path: Path) -> None:
-    vocabulary = {char: i for i, char in enumerate(["<|bos|>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens(["<|bos|>"])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     folder = save_tokenizer(tmp_path / "bytes", tokenizer, bos_token="<|bos|>")
     with pytest.raises(ConfigError, match=r"'mano': the model's tokenizer makes 2 tokens of the answer '10'"):

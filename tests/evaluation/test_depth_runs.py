@@ -113,7 +113,7 @@ def test_what_does_not_suit_is_refused_before_anything_starts(
         ("evaluation.depths=[4,40]", "problems of depth 40 have up to 42 tokens: expected at most the context's 32"),
         ("evaluation.tasks=['depth:assign']", "the model's tokenizer does not know 'Adam'"),
         ("evaluation.tasks=['depth:wolk']", "unknown task 'depth:wolk'"),
-        ("evaluation.depths=[0]", "evaluation.depths=[0]: expected integers >= 1"),
+        ("evaluation.depths=[0]", "evaluation.depths[0]=0: expected an integer >= 1"),
     ):
         for world in (1, 2):
             run = train(config, tmp_path / "run", setting, world=world)
