@@ -16,8 +16,6 @@ from pretrain.evaluation.depth_task import DepthTask, plain_encoder
 from pretrain.files import require_writable
 
 RUN_FILES = ("log.txt", "metrics.jsonl", "config.yaml", "environment.json")
-CHECKPOINTS = "checkpoints"
-RUN_FOLDERS = (CHECKPOINTS, "wandb")
 
 
 def preflight(cfg: Config) -> None:
@@ -39,11 +37,11 @@ def _check_run_folder(cfg: Config) -> None:
         path = folder / name
         if os.path.lexists(path) and not (os.path.isfile(path) and os.access(path, os.W_OK)):
             raise ConfigError(f"{setting}: expected {path} to be a file that can be written, or absent")
-    for name in RUN_FOLDERS:
-        # What only has the name of `checkpoints` is no empty folder, and may be a link to a disk that is not mounted:
-        # a CheckpointError where checkpoints are looked for.
-        if os.path.isdir(folder / name) or (name != CHECKPOINTS and os.path.lexists(folder / name)):
-            require_writable(folder / name, setting)
+    if os.path.lexists(folder / "wandb"):
+        require_writable(folder / "wandb", setting)
+    # What is no folder, such as a link to a disk that is not mounted, is an error of the search for checkpoints.
+    if os.path.isdir(folder / "checkpoints"):
+        require_writable(folder / "checkpoints", setting)
 
 
 def preflight_data(cfg: Config) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pretrain.config.schema import CheckpointConfig, Config, DataConfig, RunConfig, SourceConfig, ValidationConfig
 from pretrain.data.manifest import COLUMN, HASH, Manifest, SplitInfo, TokenizerInfo, tokenizer_sha256
 from pretrain.errors import ConfigError
-from pretrain.preflight import RUN_FILES, RUN_FOLDERS, preflight
+from pretrain.preflight import RUN_FILES, preflight
 
 
 def write_data_set(
@@ -110,7 +110,7 @@ def test_a_remote_source_is_checked_once_it_is_here(tmp_path: Path) -> None:
     assert "model.context_length=2048" in refusal(cfg)
 
 
-@pytest.mark.parametrize("name", [*RUN_FILES, *RUN_FOLDERS])
+@pytest.mark.parametrize("name", [*RUN_FILES, "wandb"])
 def test_what_the_run_will_write_has_the_name_of_something_else(tmp_path: Path, name: str) -> None:
     cfg = config(tmp_path, write_data_set(tmp_path / "a"))
     path = tmp_path / "runs/run" / name
