@@ -57,7 +57,10 @@ def by_tool(model: Path, out: Path, *arguments: str) -> dict[str, dict[str, floa
 
 @pytest.mark.parametrize(
     "family",
-    ["parcae", *(pytest.param(family, marks=pytest.mark.layouts) for family in ("flt", "blindspot"))],
+    [
+        pytest.param("parcae", marks=pytest.mark.layouts),
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("flt", "blindspot")),
+    ],
 )
 def test_every_layout_the_tool_an_export_and_the_report_agree(
     family: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
