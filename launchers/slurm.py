@@ -38,6 +38,7 @@ from pretrain.config.load import load_config, save_resolved
 from pretrain.config.schema import Config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError, PretrainError
+from pretrain.foreign import is_one_line
 from pretrain.messages import keep_console
 from pretrain.preflight import preflight
 from pretrain.train.run_folder import run_folder
@@ -243,7 +244,7 @@ def sbatch_options(options: Sequence[str]) -> dict[str, str | bool]:
     for option in options:
         key, equals, value = option.partition("=")
         _require(re.fullmatch(r"[a-z][a-z0-9-]*", key), "sbatch", option, "KEY or KEY=VALUE, such as constraint=h100")
-        _require(value.isprintable() and bool(value) == bool(equals), "sbatch", option, "a value in one line")
+        _require(is_one_line(value) and bool(value) == bool(equals), "sbatch", option, "a value in one line")
         _require(key not in OWN_OPTIONS, "sbatch", option, "an option that the launcher does not set itself")
         _require(key not in parsed, "sbatch", option, f"{key} once")
         parsed[key] = value if equals else True

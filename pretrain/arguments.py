@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pretrain.config.bounds import PathText, Range
 from pretrain.config.yaml_text import INTEGER, NUMBER
+from pretrain.foreign import ONE_LINE, is_one_line
 
 LARGEST = 10**15
 """Of an option without a bound of its own: a float holds every integer up to here."""
@@ -45,8 +46,8 @@ def number(least: float = -LARGEST, most: float = LARGEST, *, above: bool = Fals
 def pathname(text: str) -> Path:
     """The type of an option that takes a file or a folder; `~` is the home, also in `--out=~/x`, which shells leave."""
     try:
-        if not text.isprintable():
-            raise ValueError("a name in one line, without control characters")
+        if not is_one_line(text):
+            raise ValueError(ONE_LINE)
         return Path(PathText().expand(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: expected {error}") from error

@@ -110,6 +110,7 @@ def test_bounds_and_homes(monkeypatch: pytest.MonkeyPatch) -> None:
         (integer(most=64), "65", "65: expected an integer <= 64"),
         (number(0, above=True), "0", "0: expected a number > 0"),
         (number(), "nan", "nan: expected a number"),
+        (pathname, "a\u2028b", "'a\\u2028b': expected text in one line, without control characters"),
     ):
         with pytest.raises(argparse.ArgumentTypeError) as caught:
             read(text)
