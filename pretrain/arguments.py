@@ -31,6 +31,20 @@ def integer(least: int = -LARGEST, most: int = LARGEST) -> Callable[[str], int]:
     return read
 
 
+def integers(least: int = -LARGEST, most: int = LARGEST) -> Callable[[str], tuple[int, ...]]:
+    """The type of an option that takes integers from `least` to `most` with commas between, in their order."""
+    of_part = integer(least, most)
+
+    def read(text: str) -> tuple[int, ...]:
+        try:
+            return tuple(of_part(part.strip()) for part in text.split(","))
+        except argparse.ArgumentTypeError as error:
+            expected = f"integers {_words(Range(least, most))}".rstrip()
+            raise argparse.ArgumentTypeError(f"{text}: expected {expected}, with commas between ({error})") from error
+
+    return read
+
+
 def number(least: float = -LARGEST, most: float = LARGEST, *, above: bool = False) -> Callable[[str], float]:
     """The type of an option that takes finite numbers from `least` (`above`: without itself) to `most`."""
     bounds = Range(least, most, above=above)
