@@ -36,6 +36,7 @@ from data_prep.encoding import read_tokenizer
 from data_prep.packing import BuildSettings, write_shards
 from data_prep.tasks import command, only_builder, sync, sync_folder, write_text
 from data_prep.train_tokenizer import SPECIAL_TOKENS
+from pretrain.arguments import integer, integers, number, pathname
 from pretrain.data.manifest import (
     MANIFEST_NAME,
     PARTIAL_SUFFIX,
@@ -202,10 +203,8 @@ def _write(dataset: Path, arguments: Arguments) -> Manifest:
     return read_manifest(dataset)
 
 
-def save_tokenizer(problems: DepthProblems, folder: Path) -> None:
+def word_tokenizer(problems: DepthProblems) -> Tokenizer:
     """One id for each word: special tokens first, then the task's."""
-    from transformers import PreTrainedTokenizerFast
-
     words = [*SPECIAL_TOKENS.values(), UNKNOWN, *problems.words]
     bos = SPECIAL_TOKENS["bos_token"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, UNKNOWN))
@@ -213,8 +212,15 @@ def save_tokenizer(problems: DepthProblems, folder: Path) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, words.index(bos))]
     )
+    return tokenizer
+
+
+def save_tokenizer(problems: DepthProblems, folder: Path) -> None:
+    """Writes `word_tokenizer` as transformers loads it."""
+    from transformers import PreTrainedTokenizerFast
+
     saved = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=word_tokenizer(problems),
         clean_up_tokenization_spaces=False,
         unk_token=UNKNOWN,
         **SPECIAL_TOKENS,
@@ -255,11 +261,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("task", choices=tuple(PROBLEMS))
     target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--out", type=Path, help="folder of the data set; must not exist")
-    target.add_argument("--requests", type=Path, help="folder for the problems of the evaluation, as requests")
-    add("--generators", nargs="+", type=_integers, help="of a walk: where cells go, such as 1,2,0")
+    target.add_argument("--out", type=pathname, help="folder of the data set; must not exist")
+    target.add_argument("--requests", type=pathname, help="folder for the problems of the evaluation, as requests")
+    add("--generators", nargs="+", type=integers(), help="of a walk: where cells go, such as 1,2,0")
     of_data, of_requests = ["tokenizer"], ["depths", "limit"]
-    add("--tokenizer", type=Path, default=argparse.SUPPRESS, help="folder (default: one of the task's words)")
+    add("--tokenizer", type=pathname, default=argparse.SUPPRESS, help="folder (default: one of the task's words)")
     for name, text in (
         ("rows", "training rows"), ("validation_rows", "validation rows"), 
         ("row_tokens", "ids per row: context_length + 1"),
@@ -267,24 +273,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         ("seed", "of the rows"),
     ):  # fmt: skip
         default = getattr(Arguments, name)
+        read = integer() if isinstance(default, int) else number()
         of_data.append(name)
-        add("--" + name.replace("_", "-"), type=type(default), default=argparse.SUPPRESS, help=f"{text} ({default})")
-    add("--depths", type=_integers, default=argparse.SUPPRESS, help="of --requests, with commas between")
-    add("--limit", type=int, default=argparse.SUPPRESS, help=f"problems of each depth of --requests ({NUM_PROBLEMS})")
+        add("--" + name.replace("_", "-"), type=read, default=argparse.SUPPRESS, help=f"{text} ({default})")
+    add("--depths", type=integers(1, 4_096), default=argparse.SUPPRESS, help="of --requests, with commas between")
+    limit_help = f"problems of each depth of --requests ({NUM_PROBLEMS})"
+    add("--limit", type=integer(1, 10**9), default=argparse.SUPPRESS, help=limit_help)
     args = parser.parse_args(argv)
     wrong, target_name = (of_requests, "--out") if args.requests is None else (of_data, "--requests")
     if unused := [name for name in wrong if name in args]:
         parser.error(f"--{unused[0].replace('_', '-')} has no meaning with {target_name}")
-    if min(getattr(args, "limit", 1), *getattr(args, "depths", ()), 1) < 1:
-        parser.error("--limit, --depths: expected integers >= 1")
     return args
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: expected integers with commas between") from None
 
 
 def _require(holds: bool, name: str, value: object, expected: str) -> None:

@@ -18,6 +18,7 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 from launchers.commands import call
 from launchers.job import TrainJob
 from pretrain.errors import ConfigError
+from pretrain.foreign import ONE_LINE, is_one_line
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 COMMAND_SEC = 60
@@ -88,8 +89,8 @@ class TrainExecutor(SlurmExecutor):
 def _require_one_line(texts: Mapping[str, object]) -> None:
     """ConfigError where a text that goes into the batch script has a line break or another control character."""
     for name, text in texts.items():
-        if isinstance(text, str) and not text.isprintable():
-            raise ConfigError(f"batch script: {name}={text!r}: expected text in one line, without control characters")
+        if isinstance(text, str) and not is_one_line(text):
+            raise ConfigError(f"batch script: {name}={text!r}: expected {ONE_LINE}")
 
 
 def check_with_scheduler(script: str) -> str | None:

@@ -13,7 +13,8 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -38,6 +39,7 @@ from pretrain.config.load import load_config, save_resolved
 from pretrain.config.schema import Config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError, PretrainError
+from pretrain.foreign import is_one_line
 from pretrain.messages import keep_console
 from pretrain.preflight import preflight
 from pretrain.train.run_folder import run_folder
@@ -126,18 +128,38 @@ def plan_runs(args: argparse.Namespace, overrides: list[str]) -> list[Config]:
     Errors: ConfigError naming the run of the sweep and the key.
     """
     world_size = args.nodes * (args.gpus_per_node or args.tasks_per_node)
-    if args.array is None:
-        return [_load(args.config, overrides, world_size, args.config)]
-    runs: dict[str, Config] = {}
-    for i, own in enumerate(sweep_overrides(args, overrides)):
-        cfg = _load(args.config, own, world_size, f"--array {args.array}, run {i}")
-        _require(cfg.run.name not in runs, "array", args.array, f"run {i} to have a run.name of its own, it is "
-                 f"{cfg.run.name!r} again")  # fmt: skip
-        same = [name for name, other in runs.items() if run_folder(other).resolve() == run_folder(cfg).resolve()]
-        _require(not same, "array", args.array, f"run {i} to have a folder of its own, {run_folder(cfg)} leads to that "
-                 f"of {''.join(same)!r}")  # fmt: skip
-        runs[cfg.run.name] = cfg
-    return list(runs.values())
+    own = sweep_overrides(args, overrides)
+    names = [args.config] if args.array is None else [f"--array {args.array}, run {i}" for i in range(len(own))]
+    runs: list[Config] = []
+    for name, texts in zip(names, own, strict=True):
+        with _named(name):
+            runs.append(load_config(args.config, texts))
+    _require_folders_of_their_own(args, runs)
+    for name, cfg in zip(names, runs, strict=True):
+        with _named(name):
+            validate(cfg, world_size)
+            preflight(cfg)
+    return runs
+
+
+def _require_folders_of_their_own(args: argparse.Namespace, runs: list[Config]) -> None:
+    owners: dict[str, str] = {}
+    for i, cfg in enumerate(runs):
+        again = cfg.run.name in owners.values()
+        _require(not again, "array", args.array, f"run {i} to have a run.name of its own, it is {cfg.run.name!r} again")
+        owner = owners.setdefault(os.path.realpath(run_folder(cfg)), cfg.run.name)
+        _require(owner == cfg.run.name, "array", args.array, f"run {i} to have a folder of its own, "
+                 f"{run_folder(cfg)} leads to that of {owner!r}")  # fmt: skip
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Says in every ConfigError which run it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        raise ConfigError(text if text.startswith(name) else f"{name}: {text}") from error
 
 
 def sweep_overrides(args: argparse.Namespace, overrides: list[str]) -> list[list[str]]:
@@ -147,17 +169,6 @@ def sweep_overrides(args: argparse.Namespace, overrides: list[str]) -> list[list
     base, sweep = load_config(args.config, overrides).run.name, read_sweep(args.array)
     digits = len(str(len(sweep) - 1))
     return [[*overrides, f"run.name={base}-{i:0{digits}d}", *own] for i, own in enumerate(sweep)]
-
-
-def _load(path: str, overrides: list[str], world_size: int, origin: str) -> Config:
-    try:
-        cfg = load_config(path, overrides)
-        validate(cfg, world_size)
-        preflight(cfg)
-    except ConfigError as error:
-        text = str(error)
-        raise ConfigError(text if text.startswith(origin) else f"{origin}: {text}") from error
-    return cfg
 
 
 def run_here(args: argparse.Namespace, runs: list[Config], overrides: list[str]) -> int:
@@ -243,7 +254,7 @@ def sbatch_options(options: Sequence[str]) -> dict[str, str | bool]:
     for option in options:
         key, equals, value = option.partition("=")
         _require(re.fullmatch(r"[a-z][a-z0-9-]*", key), "sbatch", option, "KEY or KEY=VALUE, such as constraint=h100")
-        _require(value.isprintable() and bool(value) == bool(equals), "sbatch", option, "a value in one line")
+        _require(is_one_line(value) and bool(value) == bool(equals), "sbatch", option, "a value in one line")
         _require(key not in OWN_OPTIONS, "sbatch", option, "an option that the launcher does not set itself")
         _require(key not in parsed, "sbatch", option, f"{key} once")
         parsed[key] = value if equals else True

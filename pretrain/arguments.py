@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pretrain.config.bounds import PathText, Range
 from pretrain.config.yaml_text import INTEGER, NUMBER
+from pretrain.foreign import ONE_LINE, is_one_line
 
 LARGEST = 10**15
 """Of an option without a bound of its own: a float holds every integer up to here."""
@@ -26,6 +27,20 @@ def integer(least: int = -LARGEST, most: int = LARGEST) -> Callable[[str], int]:
         if not INTEGER.fullmatch(text) or len(text) > 40 or int(text) not in bounds:
             raise argparse.ArgumentTypeError(f"{text}: expected an integer {_words(bounds)}".rstrip())
         return int(text)
+
+    return read
+
+
+def integers(least: int = -LARGEST, most: int = LARGEST) -> Callable[[str], tuple[int, ...]]:
+    """The type of an option that takes integers from `least` to `most` with commas between, in their order."""
+    of_part = integer(least, most)
+
+    def read(text: str) -> tuple[int, ...]:
+        try:
+            return tuple(of_part(part.strip()) for part in text.split(","))
+        except argparse.ArgumentTypeError as error:
+            expected = f"integers {_words(Range(least, most))}".rstrip()
+            raise argparse.ArgumentTypeError(f"{text}: expected {expected}, with commas between ({error})") from error
 
     return read
 
@@ -45,8 +60,8 @@ def number(least: float = -LARGEST, most: float = LARGEST, *, above: bool = Fals
 def pathname(text: str) -> Path:
     """The type of an option that takes a file or a folder; `~` is the home, also in `--out=~/x`, which shells leave."""
     try:
-        if not text.isprintable():
-            raise ValueError("a name in one line, without control characters")
+        if not is_one_line(text):
+            raise ValueError(ONE_LINE)
         return Path(PathText().expand(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: expected {error}") from error

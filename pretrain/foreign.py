@@ -20,8 +20,18 @@ NAME_RULE = (
     "a relative path below its folder, of plain characters, without '..', drive or control characters, at most "
     f"{MAX_PART_BYTES} bytes a part and {MAX_NAME_BYTES} in all"
 )
+ONE_LINE = "text in one line, without control characters"
+"""What `is_one_line` asks for, in messages."""
 _CONTROL = ("Cc", "Cs", "Zl", "Zp")
 """Unicode's control characters, halves of pairs, and separators of lines and paragraphs."""
+
+
+def is_one_line(text: str) -> bool:
+    """Whether `text` can stand in a file, a script and a message: one line, no control character, no half of a pair.
+
+    Every other character may be in a name, also one that this version of Python does not know yet.
+    """
+    return not any(unicodedata.category(char) in _CONTROL for char in text)
 
 
 def check_name(name: object, where: str, error: type[PretrainError] = ConfigError) -> str:
@@ -29,7 +39,7 @@ def check_name(name: object, where: str, error: type[PretrainError] = ConfigErro
 
     Raises `error`, beginning with `where` (file and key), for anything that breaks NAME_RULE on any system.
     """
-    if isinstance(name, str) and not any(unicodedata.category(char) in _CONTROL for char in name):
+    if isinstance(name, str) and is_one_line(name):
         path = PureWindowsPath(name)  # knows both kinds of separators, and drives
         longest = max((len(part.encode()) for part in path.parts), default=0)
         short = longest <= MAX_PART_BYTES and len(name.encode()) <= MAX_NAME_BYTES

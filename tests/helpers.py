@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,15 @@ module, function, arguments, result = sys.argv[1:]
 value = getattr(importlib.import_module(module), function)(**json.loads(arguments))
 pathlib.Path(result).write_text(json.dumps(value))
 """
+
+
+def exit_code_of(main: Callable[[list[str]], int], *arguments: object) -> int:
+    """What a command that runs in this process ends with, also where argparse ends it."""
+    try:
+        return main([str(argument) for argument in arguments])
+    except SystemExit as end:
+        assert isinstance(end.code, int)
+        return end.code
 
 
 def free_port() -> int:

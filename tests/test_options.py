@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.arguments import integer, number, pathname
+from pretrain.arguments import integer, integers, number, pathname
 from tests.helpers import REPOSITORY
 
 FILES = [
@@ -27,7 +27,7 @@ NEVER_NUMBERS = (
 )  # fmt: skip
 NEVER_INTEGERS = ("1.5", "1e9", "1e308", "-0.5", "1.0", ".5")
 NEVER_PATHS = ("", " ", "a\0b", "a\nb", "~nobody_here/x", "x" * 300, "d/" * 3_000)
-_INTEGER, _NUMBER = integer().__code__, number().__code__
+_INTEGER, _INTEGERS, _NUMBER = integer().__code__, integers().__code__, number().__code__
 
 
 class _Captured(Exception):
@@ -87,9 +87,11 @@ def test_what_is_no_number_and_no_path_is_refused(
     for parser in parsers_of(path, monkeypatch):
         for action in options_of(parser):
             assert action.type not in (int, float, Path), f"{action.dest}: pretrain/arguments.py has a type for it"
-            whole = is_kind(action, _INTEGER)
+            several = is_kind(action, _INTEGERS)
+            whole = several or is_kind(action, _INTEGER)
             if whole or is_kind(action, _NUMBER):
                 words = [*NEVER_NUMBERS, *(NEVER_INTEGERS if whole else ())]
+                words = [f"1,{word}" for word in words if word not in ("1,5", "3 ", " 3")] if several else words
                 words += [f"-{10 ** draw.randrange(16, 400)}", f"{10 ** draw.randrange(41, 400)}"]
             elif action.type is pathname:
                 words = list(NEVER_PATHS)
@@ -104,12 +106,16 @@ def test_bounds_and_homes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert pathname("~/x") == Path("/home/me/x") and pathname("a/~") == Path("a/~")
     assert (integer(1)("1_000"), number(0)("1e-3"), number()("-2")) == (1000, 1e-3, -2.0)
+    assert integers(0, 9)("3, 0,1") == (3, 0, 1)
     for read, text, expected in (
         (integer(1), "0", "0: expected an integer >= 1"),
         (integer(1, 64), "65", "65: expected an integer >= 1 and <= 64"),
         (integer(most=64), "65", "65: expected an integer <= 64"),
         (number(0, above=True), "0", "0: expected a number > 0"),
         (number(), "nan", "nan: expected a number"),
+        (integers(1), "2,0", "2,0: expected integers >= 1, with commas between (0: expected an integer >= 1)"),
+        (integers(), "1,\uff12", "1,\uff12: expected integers, with commas between (\uff12: expected an integer)"),
+        (pathname, "a\u2028b", "'a\\u2028b': expected text in one line, without control characters"),
     ):
         with pytest.raises(argparse.ArgumentTypeError) as caught:
             read(text)

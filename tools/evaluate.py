@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pretrain.arguments import integer, pathname
+from pretrain.arguments import integer, integers, pathname
 from pretrain.errors import ConfigError, PretrainError
 from pretrain.evaluation.catalog import HARNESS_PREFIX, LOSS, open_tasks
 from pretrain.evaluation.depth_task import SOLVED_DEPTH, fit_depths
@@ -192,11 +192,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _counts(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    try:
-        return sorted({integer(1, 4_096)(part) for part in parts})
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{text}: expected integers >= 1, with commas between ({error})") from error
+    return sorted(set(integers(1, 4_096)(text)))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,7 +9,6 @@ Shapes: B rows, S tokens so far, V vocabulary.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from typing import Any
@@ -143,15 +142,15 @@ def main(argv: list[str]) -> int:
         "path", type=pathname, metavar="MODEL", help="folder of a run, a checkpoint or an exported model",
     )  # fmt: skip
     parser.add_argument("--prompt", help="text to go on from (default: the start of a document)")
-    parser.add_argument("--num-loops", type=integer(most=4_096), help="default: the model's mean loops in training")
+    parser.add_argument("--num-loops", type=integer(1, 4_096), help="default: the model's mean loops in training")
     parser.add_argument("--exit-rule", choices=EXIT_RULES, default="none", help="ends loops early (%(default)s)")
     parser.add_argument("--exit-threshold", help="a number >= 0, or never; needed with an exit rule")
     parser.add_argument("--cache-mode", choices=CACHE_MODES, default="full", help="of all loops, or of the last")
-    parser.add_argument("--max-new-tokens", type=integer(most=2**24), default=64, help="(%(default)s)")
+    parser.add_argument("--max-new-tokens", type=integer(1, 2**24), default=64, help="(%(default)s)")
     parser.add_argument(
-        "--temperature", type=number(most=10**6), default=0.8, help="0: the most likely token (%(default)s)",
+        "--temperature", type=number(0, 10**6), default=0.8, help="0: the most likely token (%(default)s)",
     )  # fmt: skip
-    parser.add_argument("--seed", type=integer(most=2**63 - 1), default=0, help="of the draws (%(default)s)")
+    parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0, help="of the draws (%(default)s)")
     parser.add_argument("--dtype", choices=list(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--tokenizer", type=pathname, help="folder (default: the model's, or that of its data)")
     args = parser.parse_args(argv)
@@ -173,14 +172,6 @@ def main(argv: list[str]) -> int:
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """generate's arguments, checked before the model is read."""
-    if args.num_loops is not None and args.num_loops < 1:
-        raise ConfigError(f"--num-loops {args.num_loops}: expected an integer >= 1")
-    if args.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens {args.max_new_tokens}: expected an integer >= 1")
-    if not 0 <= args.temperature < math.inf:
-        raise ConfigError(f"--temperature {args.temperature}: expected a number >= 0 (0: the most likely token)")
-    if not 0 <= args.seed < 2**63:
-        raise ConfigError(f"--seed {args.seed}: expected an integer in [0, 2^63)")
     threshold = args.exit_threshold
     if (args.exit_rule == "none") != (threshold is None):
         raise ConfigError(

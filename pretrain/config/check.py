@@ -21,6 +21,7 @@ from pretrain.config.bounds import PathText, Range
 from pretrain.config.schema import Config
 from pretrain.config.yaml_text import INTEGER, NUMBER
 from pretrain.errors import ConfigError
+from pretrain.foreign import ONE_LINE, is_one_line
 
 # What other frameworks call a key, for the hint of an unknown one.
 OTHER_NAMES = {
@@ -52,7 +53,6 @@ _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str:
 _TRUTH = {"true": True, "false": False}
 _PATTERNS = {int: INTEGER, float: NUMBER}
 _LONGEST_TEXT = 4_000
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _KEY = re.compile(r"[^.\[\]]+(?:\.[^.\[\]]+|\[(?:0|[1-9][0-9]{0,5})\])*", re.ASCII)
 
 
@@ -233,8 +233,8 @@ def _within(value: Any, hint: Any, key: str) -> Any:
     """`value` if its bounds hold; a folder's name without `~`."""
     bounds = bounds_of(hint)
     if isinstance(value, str):
-        if _CONTROL.search(value):
-            raise ConfigError(f"{key}={show(value)}: expected text in one line, without control characters")
+        if not is_one_line(value):
+            raise ConfigError(f"{key}={show(value)}: expected {ONE_LINE}")
         if len(os.fsencode(value)) > _LONGEST_TEXT:
             raise ConfigError(f"{key}={show(value)}: expected at most {_LONGEST_TEXT} bytes of text")
         if isinstance(bounds, PathText):

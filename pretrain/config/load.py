@@ -34,6 +34,7 @@ from pretrain.config.schema import Config
 from pretrain.config.yaml_text import parse_yaml, read_yaml
 from pretrain.errors import ConfigError
 from pretrain.files import write_text
+from pretrain.foreign import is_one_line
 
 COMMAND_LINE = "command line"
 MOST_BASES = 20
@@ -123,7 +124,7 @@ def _read_files(path: Path) -> list[tuple[dict[str, Any], str]]:
 
 
 def _base_of(path: Path, base: Any, seen: Sequence[str]) -> Path:
-    if not isinstance(base, str) or not base.isprintable() or not base:
+    if not isinstance(base, str) or not is_one_line(base) or not base:
         raise ConfigError(f"base={show(base)}: expected the name of another configuration file")
     base_path = path.parent / os.path.expanduser(base)
     if os.path.realpath(base_path) in seen:

@@ -48,9 +48,6 @@ class RunConfig:
     def __post_init__(self) -> None:
         plain = self.name not in ("", ".", "..") and "/" not in self.name
         require(plain, "run.name", self.name, "a folder name without slashes")
-        for key in ("name", "dir"):
-            text = getattr(self, key)
-            require(text.isprintable(), f"run.{key}", text, "text without line breaks and control characters")
         require(len(self.name.encode()) <= 200, "run.name", self.name, "a folder name of at most 200 bytes")
         if self.resume == "step":
             require(self.resume_step is not None, "run.resume_step", None, "a step, since run.resume=step")

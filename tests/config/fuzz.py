@@ -22,11 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data_prep.depth_tasks import word_tokenizer
 from pretrain.config.check import all_keys, type_of, without_null
 from pretrain.config.load import dump_config, load_config
 from pretrain.config.schema import Config
 from pretrain.config.validate import validate
 from pretrain.errors import ConfigError
+from pretrain.evaluation.depth import PROBLEMS
 from pretrain.planning import Plan
 from pretrain.preflight import preflight
 from tests.config.test_preflight import write_data_set
@@ -330,7 +332,10 @@ class Workplace:
         if key not in self._data:
             folder = self.folder / f"data_{key[0]}_{key[1]}"
             rows = max(2_000, cfg.train.global_batch_size, cfg.validation.rows)
-            write_data_set(folder, row_tokens=key[0], vocab_size=key[1], max_id=key[1] - 1, rows=rows)
+            write_data_set(
+                folder, row_tokens=key[0], vocab_size=key[1], max_id=key[1] - 1, rows=rows,
+                tokenizer=word_tokenizer(PROBLEMS["walk"]).to_str(),  # which configs/walk.yaml is evaluated on
+            )  # fmt: skip
             self._data[key] = folder
         return self._data[key]
 

@@ -268,6 +268,8 @@ OVERRIDE_REFUSALS = {
     'run.dir="a\\0b"': ("run.dir=", "control characters"),
     "run.dir=a\nb": ("run.dir='a\\nb'", "control characters"),
     "run.name=\udcff": ("run.name=", "control characters"),
+    "run.name=a\u2028b": ("run.name=", "text in one line"),
+    "logging.wandb_project=a\u2029b": ("logging.wandb_project=", "text in one line"),
     f"run.dir={'x' * 300}": ("run.dir=", "255 between two slashes"),
     f"run.name={'x' * 300}": ("run.name=", "at most 200 bytes"),
     "optimizer.lrr=3": ("optimizer.lrr='3'", "nearest: optimizer.lr"),
@@ -347,7 +349,7 @@ def same_types(one: object, two: object) -> bool:
 
 
 finite = st.floats(min_value=1e-30, max_value=1e30)
-names = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1).filter(
+names = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1).filter(
     lambda text: "/" not in text and "${" not in text and text not in (".", "..", "???")
 )
 

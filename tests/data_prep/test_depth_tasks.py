@@ -172,8 +172,8 @@ def test_the_command(tmp_path: Path) -> None:
         (("walk",), "one of the arguments --out --requests is required"),
         (("walk", "--out", "x", "--depths", "1"), "--depths has no meaning with --out"),
         (("walk", "--requests", "x", "--max-depth", "3"), "--max-depth has no meaning with --requests"),
-        (("walk", "--out", "x", "--generators", "1,b"), "1,b: expected integers with commas between"),
-        (("walk", "--requests", "x", "--limit", "0"), "expected integers >= 1"),
+        (("walk", "--out", "x", "--generators", "1,b"), "1,b: expected integers, with commas between"),
+        (("walk", "--requests", "x", "--limit", "0"), "argument --limit: 0: expected an integer >= 1"),
     ],
 )
 def test_command_lines_that_cannot_be(

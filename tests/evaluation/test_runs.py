@@ -149,7 +149,7 @@ def test_a_task_that_comes_twice(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_loop_counts(loops: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         evaluate.main(["runs/x", "--tasks", "loss", f"--num-loops={loops}"])
-    assert "expected integers >= 1, with commas between" in capsys.readouterr().err
+    assert "expected integers >= 1 and <= 4_096, with commas between" in capsys.readouterr().err
 
 
 def test_a_run_with_an_unknown_task_does_not_start(folder: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers import exit_code_of
 from tests.hf.models import save_run
 from tests.model.tiny import tiny_config
 from tools import bench_cache, exit_curves
@@ -24,7 +25,8 @@ def test_exit_curves(text_config: Path, tmp_path: Path, capsys: pytest.CaptureFi
         assert loops[rule] == sorted(loops[rule]) and 1 <= loops[rule][0] <= 3, "stricter thresholds, more loops"
     assert figure.read_bytes().startswith(b"\x89PNG")
     for flag in ("--num-loops", "--rows"):
-        assert exit_curves.main([str(run), "--out", str(figure), flag, "0"]) == 2
+        assert exit_code_of(exit_curves.main, run, "--out", figure, flag, "0") == 2
+        assert f"argument {flag}: 0: expected an integer >= 1" in capsys.readouterr().err
     assert exit_curves.main([str(run), "--out", str(tmp_path / "none" / "exits.png")]) == 2
 
 

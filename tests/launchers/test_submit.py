@@ -14,6 +14,7 @@ from launchers.slurm import main
 from pretrain.config.load import load_config
 from pretrain.errors import ConfigError
 from tests.config.test_preflight import write_data_set
+from tests.helpers import exit_code_of
 
 CONFIG = """
 run: {{dir: {folder}/runs, name: first}}
@@ -52,7 +53,7 @@ class Cluster:
 
     def launch(self, *arguments: str) -> tuple[int, str, str]:
         """Exit code, output and errors of the launcher with the test's configuration."""
-        exit_code = main(["--config", str(self.config), *arguments])
+        exit_code = exit_code_of(main, "--config", self.config, *arguments)
         captured = self._capsys.readouterr()
         return exit_code, captured.out, captured.err
 
@@ -223,7 +224,7 @@ def test_no_line_of_the_batch_script_comes_from_a_name(
     text = f"x{break_}touch owned"
     for key in ("run.dir", "run.name"):
         message = cluster.refusal(*CPUS, f"{key}={text}")
-        assert f"{key}=" in message and "without line breaks and control characters" in message
+        assert f"{key}=" in message and "expected text in one line" in message
     for option in ("partition", "account", "time", "sbatch"):
         assert "expected" in cluster.refusal(*CPUS, f"--{option}", f"qos={text}" if option == "sbatch" else text)
     if break_ == "\x00":

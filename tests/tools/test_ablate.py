@@ -16,6 +16,7 @@ from pretrain.errors import STOPPED_EXIT_CODE
 from pretrain.model.init import init_parameters
 from pretrain.model.looped import LoopedLM
 from pretrain.model.ops import TensorOps
+from tests.helpers import exit_code_of
 from tests.tools.models import CONTEXT, VOCAB, save_model, write_words
 from tools import ablate
 
@@ -109,7 +110,8 @@ def test_runs_are_trained_once_measured_and_summed_up(
         path.write_text(text.replace(old, new, 1))
         assert ablate.main(arguments) == 2 and message in capsys.readouterr().err
         path.write_text(text)
-    assert ablate.main([*arguments[:3], "--minutes", "0"]) == 2
+    assert exit_code_of(ablate.main, *arguments[:3], "--minutes", "0") == 2
+    assert "argument --minutes: 0: expected a number > 0" in capsys.readouterr().err
     assert ablate.main([*arguments, "--only", "norm"]) == 0
     assert json.loads((out / "summary.json").read_text()).keys() == {"norm"}
 

@@ -32,7 +32,7 @@ from tools.scaling.plan import CONSTRAINTS, TOLERANCE, PlannedRun, Study, read_p
 
 SMALL = [
     "model.width=64", "model.num_heads=2", "model.ffn_width=128", "model.vocab_size=250", "model.context_length=96",
-    "train.global_batch_size=4",
+    "train.global_batch_size=4", "train.micro_batch_size=4",
 ]  # fmt: skip
 
 
