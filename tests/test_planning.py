@@ -25,7 +25,7 @@ from pretrain.model.counter import StateKey
 from pretrain.model.looped import LoopedLM
 from pretrain.model.loss import Totals
 from pretrain.planning import Plan, checkpoint_bytes, expected_work
-from pretrain.sampling import DepthSampler
+from pretrain.sampling import Depths, DepthSampler
 from pretrain.sampling.plan import LoopPlan
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
