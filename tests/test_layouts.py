@@ -63,7 +63,8 @@ CONFIGURATIONS = (
         f"model.family=gpt {BARE}", f"model.family=blindspot {BARE} model.dropout=0.2",
         f"model.family=add {BARE} {FOUR} model.recurrence.state_init=input", f"model.family=lt {BARE} {FOUR}",
     )),
-    f"2 x model.family=flt {BARE} {FOUR} model.dropout=0.2 zero.stage=3 {ALONE} data.mask_document_boundaries=true",
+    f"2 x model.family=flt {BARE} model.core_layers=1 {FOUR} model.dropout=0.2 zero.stage=3 {ALONE} "
+    "data.mask_document_boundaries=true",
 )  # fmt: skip
 """What failed once: (processes) x (overrides), as tools/check_layouts.py --configurations takes them."""
 
