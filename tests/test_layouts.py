@@ -40,7 +40,8 @@ def test_every_layout_trains_as_one_process_does() -> None:
         assert loss <= 1e-5 and norm <= 1e-5 and weights <= 1e-4
 
 
-LOOPS = "model.recurrence.max_loops=12 model.recurrence.mean_loops=6 model.recurrence.backprop_loops=6"
+LOOPS = "model.recurrence.max_loops=6 model.recurrence.mean_loops=4 model.recurrence.backprop_loops=6"
+THIN = "model.prelude_layers=1 model.core_layers=1 model.coda_layers=1"
 FOUR = "model.recurrence.mean_loops=4 model.recurrence.backprop_loops=4"
 ALONE = "train.micro_batch_size=1"
 PREDICTOR = "model.auxiliary.state_predictor=true loss.state_prediction=0.3"
@@ -50,19 +51,20 @@ SEQUENCE_IN_PIPELINE = "parallel.tensor=2 parallel.pipeline=2 parallel.sequence_
 BARE = "model.prelude_layers=0 model.coda_layers=0"
 CONFIGURATIONS = (
     # Readouts are module calls, which stage 3 makes on all ranks together, whatever the depths of their rows.
-    *(f"2 x zero.stage=3 loss.objective={name} {LOOPS} {ALONE}" for name in ("per_loop", "last_third")),
-    f"2 x zero.stage=3 {GATE} {LOOPS} {ALONE}",
+    *(f"2 x zero.stage=3 {THIN} loss.objective={name} {LOOPS} {ALONE}" for name in ("per_loop", "last_third")),
+    f"2 x zero.stage=3 {THIN} {GATE} {LOOPS} {ALONE}",
     # Heads that a rank's rows do not come to.
-    *(f"2 x zero.stage={stage} {HEADS} {FOUR} {ALONE}" for stage in (1, 2, 3)),
-    *(f"2 x zero.stage={stage} {PREDICTOR} {GATE} {FOUR} {ALONE}" for stage in (1, 2)),
-    f"2 x zero.stage=2 {HEADS} loss.objective=last_third {LOOPS} {ALONE} model.tie_embeddings=false",
+    *(f"2 x zero.stage={stage} {THIN} {HEADS} {FOUR} {ALONE}" for stage in (1, 2, 3)),
+    *(f"2 x zero.stage={stage} {THIN} {PREDICTOR} {GATE} {FOUR} {ALONE}" for stage in (1, 2)),
+    f"2 x zero.stage=2 {THIN} {HEADS} loss.objective=last_third {LOOPS} {ALONE} model.tie_embeddings=false",
     f"4 x parallel.pipeline=2 {HEADS} {FOUR} {ALONE}",
     # The state that a pipeline sends begins as the embedding.
     *(f"4 x {SEQUENCE_IN_PIPELINE} {family} {ALONE}" for family in (
         f"model.family=gpt {BARE}", f"model.family=blindspot {BARE} model.dropout=0.2",
         f"model.family=add {BARE} {FOUR} model.recurrence.state_init=input", f"model.family=lt {BARE} {FOUR}",
     )),
-    f"2 x model.family=flt {BARE} {FOUR} model.dropout=0.2 zero.stage=3 {ALONE} data.mask_document_boundaries=true",
+    f"2 x model.family=flt {BARE} model.core_layers=1 {FOUR} model.dropout=0.2 zero.stage=3 {ALONE} "
+    "data.mask_document_boundaries=true",
 )  # fmt: skip
 """What failed once: (processes) x (overrides), as tools/check_layouts.py --configurations takes them."""
 

@@ -59,6 +59,8 @@ HEADS = "loss.loop_heads=0.3 model.auxiliary.loop_heads=2"
 PREDICTION = "loss.state_prediction=0.3 model.auxiliary.state_predictor=true loss.state_prediction_loops=1"
 
 AXES: tuple[tuple[str, ...], ...] = (
+    # Output matrices of zeros would keep most of a layer, and of dropout in it, out of the first losses.
+    ("model.init=scaled", "model.init=uniform"),
     tuple(f"model.prelude_layers={p} model.core_layers={r} model.coda_layers={c}" for p, r, c in (
         (0, 2, 0), (1, 2, 1), (0, 4, 1), (1, 4, 0), (1, 1, 1),
     )),
@@ -87,7 +89,11 @@ DEPTHS: tuple[tuple[str, ...], ...] = (
     tuple(f"model.recurrence.mean_loops={mean} model.recurrence.backprop_loops={most}" for mean, most in (
         (2, 2), (3, 1), (3, 3), (3, 6), (4, 2), (5, 6),
     )),
-    tuple(f"model.recurrence.distribution={name}" for name in ("poisson", "poisson", "lognormal_poisson", "fixed")),
+    tuple(f"model.recurrence.distribution={name}" for name in (
+        "poisson", "poisson", "lognormal_poisson", "uniform", "fixed",
+    )),
+    ("", "", "model.recurrence.sampled_loops=no_grad"),
+    ("", "", "", "model.recurrence.curriculum=linear model.recurrence.curriculum_steps=3"),
     tuple(f"model.recurrence.granularity={unit}" for unit in ("sequence", "sequence", "sequence", "batch", "token")),
 )  # fmt: skip
 """The same, of families with loops."""
@@ -99,10 +105,12 @@ DOCUMENTED = (
     r"model\.recurrence\.granularity='token'.*parallel\.pipeline",
     r"(parallel\.pipeline|parallel\.sequence_parallel)=.*since loss\.(objective=exit_weighted|contrastive|state_pred)",
     r"model\.recurrence\.backprop_loops=.*ties loops together",
+    r"model\.recurrence\.mean_loops=.*the gradient loops that sampled_loops=no_grad gives",
+    r"model\.recurrence\.state_init=.*nothing else brings e into the loops",
     r"loss\.objective=.*every row runs exactly one loop",
     r"train\.micro_batch_size=.*a multiple of parallel\.pipeline",
 )  # fmt: skip
-"""What docs/parallelism.md and docs/readout_blind_spot.md say is refused."""
+"""What docs/parallelism.md, docs/readout_blind_spot.md and docs/configuration.md say is refused."""
 
 
 def candidates(seed: int, index: int) -> Iterator[tuple[int, str]]:

@@ -55,7 +55,7 @@ class RecurrenceConfig:
     """Normalise the state that is handed to the next loop; readouts see the state before it."""
     state_init: Literal["like_init", "input", "zero", "normal", "embed", "unit"] = "like_init"
     """h_0. like_init: truncated normal with the embedding's std, cut at 3 std; input: e; normal: N(0, 1);
-    embed: N(0, 1) / sqrt(d); unit: N(0, 1) standardised over the width."""
+    embed: N(0, 1) / sqrt(d); unit: N(0, 1) standardised over the width. injection=none asks for input."""
     state_seed: Seed = 0
     """Seed of h_0 in evaluation, where it depends on (state_seed, position, channel) alone."""
     output_projection: bool = True
@@ -70,7 +70,8 @@ class RecurrenceConfig:
     """Of the loop count: max(1, Poisson(mu)); Huginn's log-normal Poisson plus 1; uniform on [1, 2 mu - 1]; mu."""
     sampled_loops: Literal["all", "no_grad"] = "all"
     """What `distribution` is of. all: T, whose last min(T, mu_b) loops get a gradient (Parcae's algorithm 4).
-    no_grad: n with mean mu - mu_b, from 0 on; all rows have mu_b loops with gradient after them (algorithm 3)."""
+    no_grad: n with mean mu - mu_b, from 0 on; all rows have mu_b loops with gradient after them (algorithm 3), so that
+    `mean_loops` and `max_loops` are at least mu_b."""
     lognormal_sigma: Annotated[float, Range(TINY, 2)] = 0.5
     """Sigma of the log of the rate (lognormal_poisson only)."""
     granularity: Literal["sequence", "batch", "token"] = "sequence"

@@ -94,6 +94,11 @@ def _check_family(cfg: Config) -> None:
             value == expected, f"model.recurrence.{key}", value,
             f"{expected}, which makes model.family={model.family}; families with {value}: {', '.join(same) or 'none'}",
         )  # fmt: skip
+    require(
+        recurrence.injection != "none" or recurrence.state_init == "input",
+        "model.recurrence.state_init", recurrence.state_init,
+        f"input, since nothing else brings e into the loops of model.family={model.family} (injection=none)",
+    )  # fmt: skip
     if gpt:
         fixed = recurrence.distribution == "fixed" and recurrence.mean_loops == 1
         require(
