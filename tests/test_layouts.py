@@ -43,6 +43,7 @@ def test_every_layout_trains_as_one_process_does() -> None:
 LOOPS = "model.recurrence.max_loops=6 model.recurrence.mean_loops=4 model.recurrence.backprop_loops=6"
 THIN = "model.prelude_layers=1 model.core_layers=1 model.coda_layers=1"
 FOUR = "model.recurrence.mean_loops=4 model.recurrence.backprop_loops=4"
+FEW = "model.recurrence.mean_loops=2 model.recurrence.backprop_loops=4 train.global_batch_size=2"
 ALONE = "train.micro_batch_size=1"
 PREDICTOR = "model.auxiliary.state_predictor=true loss.state_prediction=0.3"
 HEADS = "model.auxiliary.loop_heads=2 loss.loop_heads=0.3"
@@ -53,9 +54,10 @@ CONFIGURATIONS = (
     # Readouts are module calls, which stage 3 makes on all ranks together, whatever the depths of their rows.
     *(f"2 x zero.stage=3 {THIN} loss.objective={name} {LOOPS} {ALONE}" for name in ("per_loop", "last_third")),
     f"2 x zero.stage=3 {THIN} {GATE} {LOOPS} {ALONE}",
-    # Heads that a rank's rows do not come to.
-    *(f"2 x zero.stage={stage} {THIN} {HEADS} {FOUR} {ALONE}" for stage in (1, 2, 3)),
-    *(f"2 x zero.stage={stage} {THIN} {PREDICTOR} {GATE} {FOUR} {ALONE}" for stage in (1, 2)),
+    # Heads that a rank's rows do not come to: in a whole step (stage 1 sums once), or in a micro-batch.
+    *(f"2 x zero.stage=1 {THIN} {head} {FEW} {ALONE}" for head in (HEADS, PREDICTOR)),
+    *(f"2 x zero.stage={stage} {THIN} {HEADS} {FOUR} {ALONE}" for stage in (2, 3)),
+    f"2 x zero.stage=2 {THIN} {PREDICTOR} {GATE} {FOUR} {ALONE}",
     f"2 x zero.stage=2 {THIN} {HEADS} loss.objective=last_third {LOOPS} {ALONE} model.tie_embeddings=false",
     f"4 x parallel.pipeline=2 {HEADS} {FOUR} {ALONE}",
     # The state that a pipeline sends begins as the embedding.
