@@ -27,7 +27,6 @@ from pretrain.model.loss import Totals
 from pretrain.planning import Plan, checkpoint_bytes, expected_work
 from pretrain.sampling import Depths, DepthSampler
 from pretrain.sampling.plan import LoopPlan
-from pretrain.sampling.sampler import Depths
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 

@@ -110,10 +110,10 @@ def group(leader: int) -> list[int]:
 @pytest.mark.parametrize(
     "settings", [(), ("zero.stage=3", "checkpoint.background=true", "train.max_steps=30")], ids=["zero1", "zero3"]
 )
-def test_five_kills_and_three_second_starts_lose_nothing(settings: tuple[str, ...]) -> None:
-    numbers = ["--kills", "5", "--in-save", "2", "--second-starts", "3", "--minutes", "3"]
+def test_five_kills_and_two_second_starts_lose_nothing(settings: tuple[str, ...]) -> None:
+    numbers = ["--kills", "5", "--in-save", "2", "--second-starts", "2", "--minutes", "5"]
     command = [sys.executable, "-m", "tools.torture", *numbers, *settings]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=420)
     assert done.returncode == 0, done.stdout + done.stderr
-    expected = r"^3 second starts; [5-9] kills, [2-9] of them inside a save, .* 0 mismatches"
+    expected = r"^2 second starts; [5-9] kills, [2-9] of them inside a save, .* 0 mismatches"
     assert re.search(expected, done.stdout, re.MULTILINE)
