@@ -113,9 +113,9 @@ def test_what_is_not_a_number_is_too_large() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--steps", "0"], "--steps=0"),
+        (["--steps", "0"], "--steps: 0: expected an integer >= 1"),
         (["--markdown", "README.md"], "with the lines <!--"),
-        (["--draws", "-1"], "--draws=-1"),
+        (["--draws", "-1"], "--draws: -1: expected an integer >= 0"),
         (["--configurations", "model.family=gpt"], "expected 'PROCESSES x OVERRIDES'"),
     ],
 )

@@ -8,7 +8,8 @@ from pretrain.config.loss import LossConfig
 from pretrain.config.model import AuxiliaryConfig
 from pretrain.config.schema import Config
 from pretrain.parallel import megatron, zero
-from tools.check_layouts import Case, Difference, alone, largest, partition_dims, tiny_config, train
+from tools.check_layouts import Case, tiny_config
+from tools.layout_runs import Difference, alone, largest, partition_dims, train
 
 NUM_STEPS = 2
 CASES = (
