@@ -46,6 +46,7 @@ def test_logits_are_the_native_ones(case: str) -> None:
     assert torch.equal(exported(ids).logits, exported(ids, num_loops=native.cfg.recurrence.default_loops).logits)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_has_no_graph_for_each_length() -> None:
     graphs = []
 

@@ -118,7 +118,8 @@ def test_what_is_kept_keeps_the_mean() -> None:
     assert abs(float(x.mean()) - 1) < 5 * (P / (1 - P) / x.numel()) ** 0.5
 
 
-@pytest.mark.parametrize("documents", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("documents", [False, True])
 def test_compiled_loops_drop_the_same_in_two_graphs(documents: bool) -> None:
     torch.compiler.reset()
     model = random_model(tiny_config("parcae_flt", {"mean_loops": 4.0, "backprop_loops": 3}, dropout=P)).train()

@@ -233,7 +233,9 @@ def test_loss_and_gradients_are_those_of_the_plain_loop(name: str) -> None:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("name", ["parcae", "flt", "lt", "parcae_flt"])
+@pytest.mark.parametrize(
+    "name", ["parcae", "flt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lt", "parcae_flt"))]
+)
 def test_rows_computed_without_need_change_nothing(name: str, objective: str) -> None:
     """Buckets, and the lockstep of ZeRO-3, where this rank has fewer loops than others."""
     model = model_of(name)
