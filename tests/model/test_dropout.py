@@ -128,7 +128,7 @@ def test_what_is_kept_keeps_the_mean() -> None:
 def test_compiled_loops_drop_the_same_in_two_graphs(family: str, documents: bool) -> None:
     torch.compiler.reset()
     recurrence = {"mean_loops": 4.0, "backprop_loops": 3, "distribution": "poisson"}
-    model = random_model(tiny_config(family, recurrence, core_layers=1, dropout=P)).train()
+    model = random_model(tiny_config(family, recurrence, dropout=P)).train()
     compiled, backend = compiled_copy(model)
     compiled.train()
     sampler = DepthSampler.from_config(model.cfg.recurrence, seed=5, global_batch_size=6)
