@@ -416,8 +416,6 @@ def main(arguments: list[str] | None = None) -> int:
         settings = Settings(**{name: getattr(args, name) for name in asdict(defaults)})
         if args.out.exists() and not args.out.is_dir():
             raise ConfigError(f"--out {args.out}: it is a file; expected a folder for the report")
-        if any((args.out / name).exists() for name in ("report.json", "report.html")) and not args.overwrite:
-            raise ConfigError(f"--out {args.out}: it holds a report; --overwrite replaces it")
         if other := [name for name in args.tasks if not name.startswith(DEPTH_PREFIX)]:
             raise ConfigError(f"--tasks {other[0]}: expected {DEPTH_PREFIX}NAME; tools.evaluate has the other tasks")
         tasks = open_tasks(args.tasks, None, None, None)
@@ -426,6 +424,8 @@ def main(arguments: list[str] | None = None) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         records = []
         with FolderLock(args.out):
+            if any((args.out / name).exists() for name in ("report.json", "report.html")) and not args.overwrite:
+                raise ConfigError(f"--out {args.out}: it holds a report; --overwrite replaces it")
             for path, name in zip(args.models, names_of(args.models), strict=True):
                 records.append(measure(path, name, args.data, settings, device, tasks))
                 print(f"measured {name}", flush=True)

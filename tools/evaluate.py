@@ -191,6 +191,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def _require_no_results(out: Path) -> None:
+    if out.is_file() or (out / f"{NAME}.json").exists():
+        raise ConfigError(f"--out {out}: there are results, or it is a file; expected another folder")
+
+
 def _counts(text: str) -> list[int]:
     return sorted(set(integers(1, 4_096)(text)))
 
@@ -202,8 +207,7 @@ def main(argv: Sequence[str]) -> int:
     cuda, lock = torch.cuda.is_available(), FolderLock(args.out)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     try:
-        if args.out.is_file() or (args.out / f"{NAME}.json").exists():
-            raise ConfigError(f"--out {args.out}: there are results, or it is a file; expected another folder")
+        _require_no_results(args.out)
         require_writable(args.out, f"--out {args.out}")
         trained = load_model(args.model, device=device, tokenizer=args.tokenizer)
         args.num_loops = args.num_loops or usual_loops(trained.config.model)
@@ -214,6 +218,7 @@ def main(argv: Sequence[str]) -> int:
                 dist.init_process_group("nccl" if cuda else "gloo")
             if rank == 0:
                 lock.take()
+                _require_no_results(args.out)  # of an evaluation that has ended meanwhile
             results = run_tasks(trained, args, rank, size)
         if rank == 0:
             write(results, args, trained, time.monotonic() - started)

@@ -39,6 +39,8 @@ _TRAINING_LOOP = (
     "mean_loops", "backprop_loops", "distribution", "sampled_loops", "lognormal_sigma", "granularity", "max_loops",
     "curriculum", "curriculum_steps",
 )  # fmt: skip
+# Fields that older exports do not have, with the value that their models had.
+_ADDED_FIELDS = {"sampled_loops": "all"}
 _QK_NORM_EPS = 2.0**-23
 
 
@@ -88,6 +90,7 @@ def model_config(data: Mapping[str, Any], where: str) -> ModelConfig:
     training = data.get("training")
     if not isinstance(training, Mapping):
         raise ConfigError(f"{where}: training={training!r}: expected an object; export the model again")
+    training = _ADDED_FIELDS | dict(training)
     try:
         model = {name: data[name] for name in _MODEL} | {name: training[name] for name in _TRAINING_MODEL}
         loop = {name: data[name] for name in _LOOP} | {name: training[name] for name in _TRAINING_LOOP}

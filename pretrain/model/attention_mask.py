@@ -199,6 +199,9 @@ def _attend_dropping(
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    # The product gives the gradient of k with its last axes swapped, which torch.cat in the backward of RoPE takes for
+    # channels-last images and torch.compile does not. Flattening makes it contiguous.
+    k = k.flatten(2).unflatten(2, k.shape[2:])
     scores = fp32_at_least(q @ k.mT) * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
     return (dropout.weights(weights, ctx.noise, first_head).to(v.dtype) @ v).transpose(1, 2)

@@ -12,6 +12,7 @@ from data_prep.build_shards import build
 from data_prep.packing import BuildSettings
 from data_prep.sources import TextFormat
 from data_prep.train_tokenizer import train_tokenizer
+from pretrain.folder_lock import FolderLock
 from pretrain.train.metrics import read_metrics
 from tests.evaluation.test_tasks import request, write_requests
 from tests.train.forked import Run, train
@@ -79,7 +80,6 @@ def test_a_compiled_run_measures_what_an_eager_one_does(folder: Path, tmp_path: 
         assert own == pytest.approx(expected, rel=1e-4)
 
 
-
 def test_every_layout_scores_what_the_tool_scores(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = folder / "run.yaml"
     one = train(config, folder / "one").check()
@@ -124,7 +124,9 @@ def test_every_layout_scores_what_the_tool_scores(folder: Path, capsys: pytest.C
     assert evaluate.main(other) == 2 and "made with the model's tokenizer" in capsys.readouterr().err
 
 
-def test_bad_tasks(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_tasks(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = train(folder / "run.yaml", tmp_path / "run", "train.max_steps=1", "evaluation.tasks=[]").check()
     out, file = tmp_path / "out", tmp_path / "file"
     file.write_text("")
@@ -137,6 +139,18 @@ def test_bad_tasks(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         tasks = ["--task-data", str(folder / "tasks"), "--out", str(out), *arguments]
         assert evaluate.main([str(run.folder), *tasks]) == 2
         assert message in capsys.readouterr().err and not out.exists()
+
+    take = FolderLock.take
+
+    def take_late(lock: FolderLock) -> None:
+        """As where another evaluation has ended while this one read the model."""
+        take(lock)
+        (out / "evaluation.json").write_text("{}")
+
+    monkeypatch.setattr(FolderLock, "take", take_late)
+    task = f"text:{folder / 'held_out.txt'}"
+    assert evaluate.main([str(run.folder), "--tasks", task, "--out", str(out)]) == 2
+    assert "there are results" in capsys.readouterr().err and (out / "evaluation.json").read_text() == "{}"
 
 
 def test_a_task_that_comes_twice(capsys: pytest.CaptureFixture[str]) -> None:

@@ -265,6 +265,12 @@ def test_configurations_survive_the_way_there_and_back(path: Path) -> None:
     assert hf_config(model_config(there | {"model_type": "looped"}, "config.json")) == there
 
 
+def test_an_export_from_before_a_field_existed_is_read() -> None:
+    there = hf_config(tiny_config("parcae")) | {"model_type": "looped"}
+    older = there | {"training": {name: value for name, value in there["training"].items() if name != "sampled_loops"}}
+    assert model_config(older, "config.json") == model_config(there, "config.json")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_setting_of_a_model_is_exported(family: str) -> None:
     """A field of ours that nobody thought of here would be lost in silence."""

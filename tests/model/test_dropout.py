@@ -118,11 +118,18 @@ def test_what_is_kept_keeps_the_mean() -> None:
     assert abs(float(x.mean()) - 1) < 5 * (P / (1 - P) / x.numel()) ** 0.5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("documents", [False, True])
-def test_compiled_loops_drop_the_same_in_two_graphs(documents: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "documents"),
+    [
+        ("flt", False),
+        pytest.param("parcae_flt", True, marks=pytest.mark.slow),
+        *(pytest.param(family, False, marks=pytest.mark.slow) for family in FAMILIES if family not in ("gpt", "flt")),
+    ],
+)  # fmt: skip
+def test_compiled_loops_drop_the_same_in_two_graphs(family: str, documents: bool) -> None:
     torch.compiler.reset()
-    model = random_model(tiny_config("parcae_flt", {"mean_loops": 4.0, "backprop_loops": 3}, dropout=P)).train()
+    recurrence = {"mean_loops": 4.0, "backprop_loops": 3, "distribution": "poisson"}
+    model = random_model(tiny_config(family, recurrence, dropout=P)).train()
     compiled, backend = compiled_copy(model)
     compiled.train()
     sampler = DepthSampler.from_config(model.cfg.recurrence, seed=5, global_batch_size=6)

@@ -16,6 +16,7 @@ import torch
 from pretrain.config.families import make_model_config
 from pretrain.config.schema import LossConfig
 from pretrain.data.manifest import tokenizer_sha256
+from pretrain.folder_lock import FolderLock
 from pretrain.model.looped import LoopedLM
 from tests.helpers import exit_code_of
 from tests.model.tiny import random_model
@@ -196,7 +197,9 @@ def test_one_loop(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("report")
-def test_bad_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     data, run, out = folder / "data", folder / "runs" / "norm", tmp_path / "out"
 
     def message(*arguments: str | Path) -> tuple[int, str]:
@@ -237,3 +240,14 @@ def test_bad_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     code, text = message(path, "--data", data, "--out", out)
     assert code == 4 and "core.0.mlp.up.weight" in text and "diverged" in text
     assert not out.exists()
+
+    take = FolderLock.take
+
+    def take_late(lock: FolderLock) -> None:
+        """As where another report was written while this command waited."""
+        take(lock)
+        (out / "report.json").write_text("{}")
+
+    monkeypatch.setattr(FolderLock, "take", take_late)
+    code, text = message(run, "--data", data, "--out", out)
+    assert code == 2 and "--overwrite" in text and (out / "report.json").read_text() == "{}"
