@@ -67,8 +67,7 @@ def _prepare(cfg: Config, folder: NodeFolder | None) -> None:
     for source in cfg.data.all_sources:
         if source.remote is None:
             continue
-        manifest = read_manifest(source.path)
-        shards = [shard for split in manifest.splits for shard in read_shards(source.path, manifest, split)]
+        shards = _shards_of(source)
         _check_cached(Path(source.path), shards)
         if folder is not None:
             for shard in shards:
@@ -80,9 +79,14 @@ def check_local_shards(cfg: Config) -> None:
     _check_caches(cfg)
     for source in cfg.data.all_sources:
         if source.remote is None:
-            manifest = read_manifest(source.path)
-            for shard in (s for split in manifest.splits for s in read_shards(source.path, manifest, split)):
+            for shard in _shards_of(source):
                 _check_local(source, shard)
+
+
+def _shards_of(source: SourceConfig) -> list[ShardFile]:
+    """The shards of all splits, as manifest and indexes name them."""
+    manifest = read_manifest(source.path)
+    return [shard for split in manifest.splits for shard in read_shards(source.path, manifest, split)]
 
 
 def _check_caches(cfg: Config) -> None:
